@@ -1,0 +1,99 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+
+	"palimpsest/internal/appender"
+	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
+	"palimpsest/internal/platform"
+	"palimpsest/internal/snapshot"
+)
+
+// storeFlags say where the log is: at a NATS server, or in a directory that an embedded
+// server opens.
+type storeFlags struct {
+	platform.NATSFlags
+	Data       string `help:"Directory of the embedded server's store, without --nats." default:"./data" type:"path" env:"PALIMPSEST_DATA"`
+	Durability string `help:"When the embedded server syncs to disk: interval (each second) or always (before each ack)." enum:"interval,always" default:"interval"`
+	Replicas   int    `help:"Replicas of stream and buckets when they are created." default:"1"`
+	Partitions int    `help:"Partitions of the stream when it is created." default:"32"`
+	EventTypes string `help:"Log-only event types that the deployment adds to the vocabulary, with commas between them." placeholder:"TYPE,…" env:"PALIMPSEST_EVENT_TYPES"`
+}
+
+// store is the open log with everything under it.
+type store struct {
+	server  *platform.Server // nil with --nats
+	conns   *platform.Conns
+	url     string
+	journal *journal.Journal
+	headers *journal.Headers
+	snaps   *snapshot.Store
+}
+
+// open connects to NATS, or starts the embedded server on listen and connects to that. What
+// was opened is added to the group, to be stopped with it.
+func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.Group) (*store, error) {
+	vocabulary, err := events.NewVocabulary(splitList(f.EventTypes)...)
+	if err != nil {
+		return nil, err
+	}
+	s := &store{url: f.NATS}
+	if f.NATS == "" {
+		s.server, err = platform.StartServer(platform.EmbedConfig{DataDir: f.Data, Listen: listen, Durability: platform.Durability(f.Durability)})
+		if err != nil {
+			return nil, err
+		}
+		g.Add("nats-server", platform.StopFunc(s.server.Shutdown))
+		s.url = s.server.ClientURL()
+	}
+	cc := f.NATSFlags.Config(name)
+	cc.URL = s.url
+	if s.conns, err = platform.ConnectAll(ctx, platform.ConnsConfig{ConnConfig: cc}); err != nil {
+		return nil, err
+	}
+	g.Add("nats", platform.StopFunc(s.disconnect))
+	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
+		return nil, err
+	}
+	if s.headers, err = s.journal.OpenHeaders(ctx); err != nil {
+		return nil, err
+	}
+	s.snaps, err = snapshot.Open(ctx, s.journal.JetStream(), f.Replicas)
+	return s, err
+}
+
+func (s *store) appender(c appender.Config) *appender.Appender {
+	return appender.New(s.journal, s.headers, s.snaps, c)
+}
+
+// ready says why the log cannot be reached, nil when it can.
+func (s *store) ready(ctx context.Context) error {
+	if s.server != nil {
+		if err := s.server.Healthy(); err != nil {
+			return err
+		}
+	}
+	if !s.conns.KV.IsConnected() {
+		return errors.New("not connected to NATS")
+	}
+	_, err := s.journal.Info(ctx)
+	return err
+}
+
+func splitList(s string) []string {
+	return strings.FieldsFunc(s, func(r rune) bool { return r == ',' || r == ' ' })
+}
+
+// disconnect closes the connections. What a connection could not send when the program ends is
+// lost to nobody: who waited for an answer was told that there was none, and projection goes
+// on from the log.
+func (s *store) disconnect(ctx context.Context) error {
+	if err := s.conns.Close(ctx); err != nil {
+		slog.Warn("closing the connections to NATS", "err", err)
+	}
+	return nil
+}

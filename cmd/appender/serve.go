@@ -1,0 +1,62 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"os"
+	"time"
+
+	"palimpsest/internal/api"
+	"palimpsest/internal/appender"
+	"palimpsest/internal/lifecycle"
+	"palimpsest/internal/platform"
+)
+
+type serveCmd struct {
+	storeFlags
+	Listen     string `help:"Address of the HTTP API; port 0 picks a free one." default:"127.0.0.1:8080" env:"PALIMPSEST_APPENDER_LISTEN"`
+	NATSListen string `name:"nats-listen" help:"Address of the embedded NATS server; port 0 picks a free one." default:"127.0.0.1:4222"`
+	Invariants string `help:"Lifecycle rules: off, observe (report) or enforce (refuse)." enum:"off,observe,enforce" default:"off" env:"PALIMPSEST_INVARIANTS"`
+	Freeze     *bool  `help:"Check events held in memory against what was committed. Default: on unless invariants are off." negatable:""`
+	MaxEvent   int    `help:"Largest event in bytes of its canonical line." default:"8388608"`
+	MaxBody    int64  `help:"Largest request body in bytes." default:"8388608"`
+	CacheBytes int    `help:"Memory for sessions that are kept between appends, in bytes." default:"268435456"`
+}
+
+const drainTime = 30 * time.Second
+
+func (c *serveCmd) Run(ctx context.Context) error {
+	mode, err := lifecycle.ParseMode(c.Invariants)
+	if err != nil {
+		return err
+	}
+	var g platform.Group
+	s, err := c.open(ctx, "palimpsest-appender", c.NATSListen, &g)
+	if err != nil {
+		return stopAfter(&g, err)
+	}
+	a := s.appender(appender.Config{Invariants: mode, Freeze: c.Freeze, MaxEvent: c.MaxEvent, CacheBytes: c.CacheBytes})
+	g.Add("appender", platform.StopFunc(a.Close))
+	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: api.NewAppender(a, api.AppenderConfig{MaxBody: c.MaxBody, Ready: s.ready})})
+	g.Add("http", http)
+	g.Add("ready", platform.NewRunner(func(ctx context.Context, ready func()) error {
+		slog.Info("serving", "http", http.URL(), "nats", s.url, "config", *c)
+		if err := platform.PrintReady(os.Stdout, platform.Ready{HTTP: http.URL(), NATS: s.url}); err != nil {
+			return err
+		}
+		ready()
+		<-ctx.Done()
+		return nil
+	}))
+	return g.Run(ctx, drainTime)
+}
+
+// stopAfter stops what runs already after a start that failed.
+func stopAfter(g *platform.Group, err error) error {
+	ctx, cancel := context.WithTimeout(context.Background(), drainTime)
+	defer cancel()
+	if serr := g.Stop(ctx); serr != nil {
+		slog.Warn("stopping after a failed start", "err", serr)
+	}
+	return err
+}

@@ -1,0 +1,47 @@
+// Command projector folds the log into snapshots and serves what was derived.
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+
+	"github.com/alecthomas/kong"
+
+	"palimpsest/internal/platform"
+)
+
+type cli struct {
+	platform.LogFlags
+	Serve      serveCmd      `cmd:"" help:"Project the log and serve the read API."`
+	Sessions   sessionsCmd   `cmd:"" help:"List sessions."`
+	Messages   messagesCmd   `cmd:"" help:"Print the messages that the model should see."`
+	Surface    surfaceCmd    `cmd:"" help:"Print the nodes of the surface."`
+	Transcript transcriptCmd `cmd:"" help:"Print what a human saw, replacements left out."`
+	Events     eventsCmd     `cmd:"" help:"Print events of the log, shadowed ones too."`
+	Export     exportCmd     `cmd:"" help:"Write a session's file to stdout."`
+	Verify     verifyCmd     `cmd:"" help:"Check logs and snapshots. Exit code 1 on any finding."`
+	Quarantine quarantineCmd `cmd:"" help:"Sessions whose log holds what cannot be folded."`
+	Status     statusCmd     `cmd:"" help:"Show how far a running projector is."`
+}
+
+func main() {
+	os.Exit(platform.Main(context.Background(), func(ctx context.Context) error { return run(ctx, os.Args[1:]) }))
+}
+
+func run(ctx context.Context, args []string) error {
+	var c cli
+	k, err := kong.New(&c, kong.Name("projector"), kong.Description("Projects the sessions of LLM agents and serves their messages."), kong.UsageOnError())
+	if err != nil {
+		return err
+	}
+	kctx, err := k.Parse(args)
+	if err != nil {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("%w; projector --help shows what there is", err)}
+	}
+	if err := c.LogFlags.Setup(); err != nil {
+		return err
+	}
+	kctx.BindTo(ctx, (*context.Context)(nil))
+	return kctx.Run()
+}

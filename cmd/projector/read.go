@@ -1,0 +1,376 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"strings"
+	"time"
+
+	"palimpsest/internal/api"
+	"palimpsest/internal/events"
+	"palimpsest/internal/platform"
+	"palimpsest/internal/projection"
+)
+
+// get answers a GET of the read API without a server, so that what the command line prints
+// for pipes is what HTTP answers.
+func (s *store) get(ctx context.Context, path string, q url.Values) ([]byte, error) {
+	worker := projection.NewWorker(s.journal, s.buckets, projection.NewHeads(), projection.Config{})
+	h := api.NewProjector(s.reader(), worker, s.auditor(), api.ProjectorConfig{})
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, path+"?"+q.Encode(), nil)
+	if err != nil {
+		return nil, err
+	}
+	rec := capture{header: http.Header{}, status: http.StatusOK}
+	h.ServeHTTP(&rec, req)
+	if rec.status == http.StatusOK {
+		return rec.body.Bytes(), nil
+	}
+	var p api.Problem
+	if err := json.Unmarshal(rec.body.Bytes(), &p); err != nil {
+		return nil, fmt.Errorf("status %d: %s", rec.status, &rec.body)
+	}
+	return nil, &events.Error{Code: p.Code, Rule: p.Rule, Session: p.Session, Detail: p.Detail}
+}
+
+// capture is an answer in memory.
+type capture struct {
+	header http.Header
+	status int
+	body   bytes.Buffer
+}
+
+func (c *capture) Header() http.Header         { return c.header }
+func (c *capture) WriteHeader(status int)      { c.status = status }
+func (c *capture) Write(b []byte) (int, error) { return c.body.Write(b) }
+
+func sessionPath(id, tail string) string { return "/v1/sessions/" + url.PathEscape(id) + tail }
+
+// viewFlags say which snapshot is read.
+type viewFlags struct {
+	storeFlags
+	Session string        `arg:"" help:"Session id."`
+	MinSeq  *int64        `help:"Wait until this seq is projected."`
+	Timeout time.Duration `help:"How long to wait." default:"5s"`
+	Fresh   bool          `help:"Fold what the log holds beyond the projection."`
+	JSON    bool          `name:"json" help:"Print what the HTTP API answers."`
+}
+
+func (f *viewFlags) query() url.Values {
+	q := url.Values{"timeout": {f.Timeout.String()}}
+	if f.MinSeq != nil {
+		q.Set("minSeq", fmt.Sprint(*f.MinSeq))
+	}
+	if f.Fresh {
+		q.Set("fresh", "true")
+	}
+	return q
+}
+
+// run prints an answer of the read API: as it is, or for people.
+func (f *viewFlags) run(ctx context.Context, tail string, people func([]byte) error) error {
+	return f.with(ctx, func(s *store) error {
+		b, err := s.get(ctx, sessionPath(f.Session, tail), f.query())
+		if err != nil {
+			return err
+		}
+		if f.JSON {
+			_, err = os.Stdout.Write(b)
+			return err
+		}
+		return people(b)
+	})
+}
+
+type messagesCmd struct{ viewFlags }
+
+func (c *messagesCmd) Run(ctx context.Context) error {
+	return c.run(ctx, "/messages", func(b []byte) error {
+		var v struct {
+			Seq        events.Seq
+			Generation int64 `json:"replaceGeneration"`
+			Messages   []json.RawMessage
+			Quarantine *projection.Quarantine
+		}
+		if err := json.Unmarshal(b, &v); err != nil {
+			return err
+		}
+		fmt.Printf("%d messages as of seq %d, %d replacements\n", len(v.Messages), v.Seq, v.Generation)
+		printQuarantine(v.Quarantine)
+		for i, m := range v.Messages {
+			fmt.Printf("%4d  %s\n", i, describe(m))
+		}
+		return nil
+	})
+}
+
+func printQuarantine(q *projection.Quarantine) {
+	if q != nil {
+		fmt.Printf("IN QUARANTINE since %s: %s\n", time.UnixMilli(q.Time).UTC().Format(time.RFC3339), q.Detail)
+	}
+}
+
+// describe shows a message in one line: its role and the beginnings of its blocks.
+func describe(m json.RawMessage) string {
+	type block struct {
+		Type      string          `json:"type"`
+		Text      string          `json:"text"`
+		Name      string          `json:"name"`
+		ID        string          `json:"id"`
+		CallID    string          `json:"toolCallId"`
+		Arguments string          `json:"arguments"`
+		IsError   bool            `json:"isError"`
+		Content   json.RawMessage `json:"content"`
+	}
+	var msg struct {
+		Role    string  `json:"role"`
+		Content []block `json:"content"`
+	}
+	if err := json.Unmarshal(m, &msg); err != nil {
+		return string(m)
+	}
+	var parts []string
+	for _, b := range msg.Content {
+		switch b.Type {
+		case "text":
+			parts = append(parts, oneLine(b.Text))
+		case "tool-call":
+			parts = append(parts, fmt.Sprintf("→ %s(%s) [%s]", b.Name, oneLine(b.Arguments), b.ID))
+		case "tool-result":
+			mark := "←"
+			if b.IsError {
+				mark = "← error"
+			}
+			var inner []block
+			text := string(b.Content)
+			if json.Unmarshal(b.Content, &inner) == nil && len(inner) > 0 {
+				text = inner[0].Text
+			}
+			parts = append(parts, fmt.Sprintf("%s [%s] %s", mark, b.CallID, oneLine(text)))
+		default:
+			parts = append(parts, "("+b.Type+")")
+		}
+	}
+	return fmt.Sprintf("%-9s  %s", msg.Role, strings.Join(parts, "  "))
+}
+
+// oneLine shortens a text to what fits beside others.
+func oneLine(s string) string {
+	s = strings.Join(strings.Fields(s), " ")
+	if r := []rune(s); len(r) > 100 {
+		return string(r[:99]) + "…"
+	}
+	return s
+}
+
+type surfaceCmd struct{ viewFlags }
+
+func (c *surfaceCmd) Run(ctx context.Context) error {
+	return c.run(ctx, "/surface", func(b []byte) error {
+		var v struct {
+			Seq        events.Seq
+			Generation int64 `json:"replaceGeneration"`
+			Nodes      []struct {
+				Seq     events.Seq
+				Type    string
+				Bytes   int64
+				Derives bool
+			}
+			Quarantine *projection.Quarantine
+		}
+		if err := json.Unmarshal(b, &v); err != nil {
+			return err
+		}
+		fmt.Printf("%d nodes as of seq %d, %d replacements\n", len(v.Nodes), v.Seq, v.Generation)
+		printQuarantine(v.Quarantine)
+		for _, n := range v.Nodes {
+			note := ""
+			if !n.Derives {
+				note = "  (derives no message)"
+			}
+			fmt.Printf("%8d  %-18s %8d bytes%s\n", n.Seq, n.Type, n.Bytes, note)
+		}
+		return nil
+	})
+}
+
+// rangeFlags say which part of a log is read.
+type rangeFlags struct {
+	storeFlags
+	Session string `arg:"" help:"Session id."`
+	From    int64  `help:"First seq."`
+	To      *int64 `help:"Last seq."`
+	Limit   int    `help:"At most so many events; 0 for all."`
+	JSON    bool   `name:"json" help:"Print JSON for pipes."`
+}
+
+// pages reads a paged answer of the read API to its end, or to the limit.
+func (f *rangeFlags) pages(ctx context.Context, tail, list string, q url.Values, item func(json.RawMessage) error) error {
+	return f.with(ctx, func(s *store) error {
+		left := f.Limit
+		q.Set("from", fmt.Sprint(f.From))
+		if f.To != nil {
+			q.Set("to", fmt.Sprint(*f.To))
+		}
+		for {
+			if left > 0 {
+				q.Set("limit", fmt.Sprint(min(left, 1000)))
+			}
+			b, err := s.get(ctx, sessionPath(f.Session, tail), q)
+			if err != nil {
+				return err
+			}
+			var page map[string]json.RawMessage
+			var items []json.RawMessage
+			if err := json.Unmarshal(b, &page); err != nil {
+				return err
+			}
+			if err := json.Unmarshal(page[list], &items); err != nil {
+				return err
+			}
+			for _, it := range items {
+				if err := item(it); err != nil {
+					return err
+				}
+			}
+			left -= len(items)
+			if page["next"] == nil || f.Limit > 0 && left <= 0 {
+				return nil
+			}
+			q.Set("from", string(page["next"]))
+		}
+	})
+}
+
+type transcriptCmd struct{ rangeFlags }
+
+func (c *transcriptCmd) Run(ctx context.Context) error {
+	if c.JSON {
+		return c.with(ctx, func(s *store) error {
+			q := url.Values{"from": {fmt.Sprint(c.From)}}
+			if c.Limit > 0 {
+				q.Set("limit", fmt.Sprint(c.Limit))
+			}
+			if c.To != nil {
+				q.Set("to", fmt.Sprint(*c.To))
+			}
+			b, err := s.get(ctx, sessionPath(c.Session, "/transcript"), q)
+			if err != nil {
+				return err
+			}
+			_, err = os.Stdout.Write(b)
+			return err
+		})
+	}
+	return c.pages(ctx, "/transcript", "messages", url.Values{}, func(it json.RawMessage) error {
+		var m struct {
+			Seq     events.Seq
+			Time    int64
+			Message json.RawMessage
+		}
+		if err := json.Unmarshal(it, &m); err != nil {
+			return err
+		}
+		fmt.Printf("%8d  %s  %s\n", m.Seq, time.UnixMilli(m.Time).UTC().Format(time.RFC3339), describe(m.Message))
+		return nil
+	})
+}
+
+type eventsCmd struct {
+	rangeFlags
+	Type string `help:"Only these types, with commas between them." placeholder:"TYPE,…"`
+}
+
+func (c *eventsCmd) Run(ctx context.Context) error {
+	q := url.Values{}
+	if c.Type != "" {
+		q.Set("type", c.Type)
+	}
+	return c.pages(ctx, "/events", "events", q, func(line json.RawMessage) error {
+		if c.JSON {
+			_, err := fmt.Printf("%s\n", line)
+			return err
+		}
+		var e struct {
+			Seq       events.Seq
+			Time      int64
+			Type      string
+			SurfaceOp json.RawMessage
+			Data      json.RawMessage
+		}
+		if err := json.Unmarshal(line, &e); err != nil {
+			return err
+		}
+		op := string(e.SurfaceOp)
+		if op != "" {
+			op = " " + op
+		}
+		fmt.Printf("%8d  %s  %s%s  %s\n", e.Seq, time.UnixMilli(e.Time).UTC().Format(time.RFC3339), e.Type, op, oneLine(string(e.Data)))
+		return nil
+	})
+}
+
+type exportCmd struct {
+	storeFlags
+	Session string `arg:"" help:"Session id."`
+	JSON    bool   `name:"json" hidden:"" help:"A session file is JSON lines anyway."`
+}
+
+func (c *exportCmd) Run(ctx context.Context) error {
+	return c.with(ctx, func(s *store) error { return s.reader().Export(ctx, c.Session, io.Writer(os.Stdout)) })
+}
+
+type sessionsCmd struct {
+	storeFlags
+	Parent string `help:"Only the children of this session."`
+	JSON   bool   `name:"json" help:"Print one header a line."`
+}
+
+func (c *sessionsCmd) Run(ctx context.Context) error {
+	return c.with(ctx, func(s *store) error {
+		for cursor := ""; ; {
+			list, err := s.reader().Sessions(ctx, c.Parent, cursor, 1000)
+			if err != nil {
+				return err
+			}
+			for _, h := range list.Sessions {
+				if c.JSON {
+					fmt.Printf("%s\n", bytes.TrimSpace(h.Raw))
+				} else {
+					fmt.Printf("%s  format %d  created %s\n", h.ID, h.Format, time.UnixMilli(h.CreatedAt).UTC().Format(time.RFC3339))
+				}
+			}
+			if cursor = list.Cursor; cursor == "" {
+				return nil
+			}
+		}
+	})
+}
+
+type statusCmd struct {
+	URL string `name:"url" help:"HTTP API of the projector." default:"http://127.0.0.1:8081"`
+}
+
+func (c *statusCmd) Run(ctx context.Context) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(c.URL, "/")+"/v1/status", nil)
+	if err != nil {
+		return err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return fmt.Errorf("%w; is a projector serving there?", err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		b, _ := io.ReadAll(io.LimitReader(resp.Body, 4<<10))
+		return &platform.ExitError{Code: platform.ExitFailed, Err: fmt.Errorf("status %d: %s", resp.StatusCode, b)}
+	}
+	_, err = io.Copy(os.Stdout, resp.Body)
+	return err
+}

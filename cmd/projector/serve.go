@@ -1,0 +1,48 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"os"
+	"time"
+
+	"palimpsest/internal/api"
+	"palimpsest/internal/platform"
+	"palimpsest/internal/projection"
+)
+
+type serveCmd struct {
+	storeFlags
+	Listen      string        `help:"Address of the HTTP API; port 0 picks a free one." default:"127.0.0.1:8081" env:"PALIMPSEST_PROJECTOR_LISTEN"`
+	FlushAfter  time.Duration `help:"The longest that a folded event waits to be in a head." default:"50ms"`
+	FlushEvents int           `help:"Folded events of one session after which it is flushed at once." default:"256"`
+	Writes      int           `help:"Snapshots that are written at the same time." default:"12"`
+	CacheBytes  int           `help:"Memory for sessions that are kept between events, in bytes." default:"536870912"`
+	Freeze      bool          `help:"Check events held in memory against what was read before they are served."`
+}
+
+func (c *serveCmd) Run(ctx context.Context) error {
+	var g platform.Group
+	s, err := c.open(ctx, "palimpsest-projector", &g)
+	if err != nil {
+		return stopAfter(&g, err)
+	}
+	heads := projection.NewHeads()
+	worker := projection.NewWorker(s.journal, s.buckets, heads, projection.Config{
+		FlushAfter: c.FlushAfter, FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, Replicas: c.Replicas, Freeze: c.Freeze,
+	})
+	reader := projection.NewReader(s.journal, s.headers, s.buckets, heads)
+	g.Add("worker", worker)
+	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: api.NewProjector(reader, worker, s.auditor(), api.ProjectorConfig{Ready: s.ready})})
+	g.Add("http", http)
+	g.Add("ready", platform.NewRunner(func(ctx context.Context, ready func()) error {
+		slog.Info("serving", "http", http.URL(), "nats", c.NATS, "config", *c)
+		if err := platform.PrintReady(os.Stdout, platform.Ready{HTTP: http.URL(), NATS: c.NATS}); err != nil {
+			return err
+		}
+		ready()
+		<-ctx.Done()
+		return nil
+	}))
+	return g.Run(ctx, drainTime)
+}

@@ -1,0 +1,54 @@
+package api
+
+import (
+	"net/http"
+	"sync/atomic"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"palimpsest/internal/appender"
+	"palimpsest/internal/projection"
+)
+
+// metricsOf serves counters in Prometheus' text format. Session ids are never labels.
+func metricsOf(program string, counters map[string]*atomic.Int64, gauges map[string]func() float64) handler {
+	reg := prometheus.NewRegistry()
+	reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	for name, c := range counters {
+		reg.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
+			Namespace: "palimpsest", Subsystem: program, Name: name + "_total", Help: "Number of " + name + " since the program started.",
+		}, func() float64 { return float64(c.Load()) }))
+	}
+	for name, g := range gauges {
+		reg.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Namespace: "palimpsest", Subsystem: program, Name: name, Help: "Current " + name + "."}, g))
+	}
+	h := promhttp.HandlerFor(reg, promhttp.HandlerOpts{})
+	return func(w http.ResponseWriter, r *http.Request, _ string) error {
+		h.ServeHTTP(w, r)
+		return nil
+	}
+}
+
+func appenderMetrics(a *appender.Appender) handler {
+	s := a.Stats()
+	return metricsOf("appender", map[string]*atomic.Int64{
+		"events": &s.Events, "commits": &s.Commits, "refused": &s.Refused,
+		"conflicts": &s.Conflicts, "violations": &s.Violations, "loads": &s.Loads,
+	}, map[string]func() float64{
+		"sessions_in_memory": func() float64 { n, _ := a.Sessions(); return float64(n) },
+		"cache_bytes":        func() float64 { _, b := a.Sessions(); return float64(b) },
+	})
+}
+
+func projectorMetrics(w *projection.Worker) handler {
+	s := w.Stats()
+	return metricsOf("projector", map[string]*atomic.Int64{
+		"events": &s.Events, "commits": &s.Commits, "flushes": &s.Flushes, "healed": &s.Healed,
+		"moved": &s.Moved, "quarantined": &s.Quarantined, "loads": &s.Loads,
+	}, map[string]func() float64{
+		"oldest_unflushed_seconds": w.OldestUnflushed,
+		"sessions_in_memory":       func() float64 { return float64(w.SessionsInMemory()) },
+	})
+}

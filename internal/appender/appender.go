@@ -1,0 +1,382 @@
+// Package appender owns the write side: what is asked to be appended becomes planned, published
+// and acknowledged commits, one in flight a session. It knows nothing of HTTP.
+package appender
+
+import (
+	"container/list"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
+	"palimpsest/internal/lifecycle"
+	"palimpsest/internal/session"
+	"palimpsest/internal/snapshot"
+)
+
+// Config is how the appender treats appends.
+type Config struct {
+	// Invariants says what is done about a broken lifecycle rule. Defaults to off.
+	Invariants lifecycle.Mode
+	// Freeze checks events that are held in memory against what was committed before they are
+	// used. Defaults to true unless Invariants is off.
+	Freeze *bool
+	// MaxEvent is the largest canonical line in bytes. Defaults to 8 MiB; what the server takes
+	// in one message is a limit besides.
+	MaxEvent int
+	// GroupEvents and GroupBytes bound how much of several callers' appends becomes one commit;
+	// one caller's append is bounded by the size of a commit alone. Default to 64 and 256 KiB.
+	GroupEvents, GroupBytes int
+	// Queue is how many appends may wait for one session. Defaults to 1024.
+	Queue int
+	// CacheBytes bounds the memory of sessions that are kept between appends. Defaults to 256 MiB.
+	CacheBytes int
+	// LoadTimeout bounds loading a session's state. Defaults to 30 s.
+	LoadTimeout time.Duration
+	// Now is the clock. Defaults to time.Now.
+	Now func() time.Time
+	// Logger hears of broken lifecycle rules and of trouble. Defaults to slog.Default().
+	Logger *slog.Logger
+}
+
+func (c Config) withDefaults() Config {
+	if c.Invariants == "" {
+		c.Invariants = lifecycle.Off
+	}
+	if c.Freeze == nil {
+		on := c.Invariants != lifecycle.Off
+		c.Freeze = &on
+	}
+	num := func(n *int, v int) {
+		if *n == 0 {
+			*n = v
+		}
+	}
+	num(&c.MaxEvent, 8<<20)
+	num(&c.GroupEvents, 64)
+	num(&c.GroupBytes, 256<<10)
+	num(&c.Queue, 1024)
+	num(&c.CacheBytes, 256<<20)
+	if c.LoadTimeout == 0 {
+		c.LoadTimeout = 30 * time.Second
+	}
+	if c.Now == nil {
+		c.Now = time.Now
+	}
+	if c.Logger == nil {
+		c.Logger = slog.Default()
+	}
+	return c
+}
+
+// Appender appends to the sessions of a journal. It is safe for concurrent use.
+type Appender struct {
+	cfg     Config
+	log     *journal.Journal
+	headers *journal.Headers
+	store   *snapshot.Store
+	stats   Stats
+
+	mu       sync.Mutex // guards all below
+	sessions map[string]*actor
+	idle     list.List // of *actor, most recently used first: those without work
+	bytes    int       // of all loaded states
+	closed   bool
+	running  sync.WaitGroup
+}
+
+// Stats counts what the appender did since it started.
+type Stats struct {
+	Events, Commits, Refused, Conflicts, Violations, Loads atomic.Int64
+}
+
+// New returns an appender.
+func New(j *journal.Journal, h *journal.Headers, s *snapshot.Store, cfg Config) *Appender {
+	return &Appender{cfg: cfg.withDefaults(), log: j, headers: h, store: s, sessions: map[string]*actor{}}
+}
+
+// Stats returns the appender's counters.
+func (a *Appender) Stats() *Stats { return &a.stats }
+
+// Sessions returns how many sessions are in memory, and how many bytes their states take.
+func (a *Appender) Sessions() (n, bytes int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return len(a.sessions), a.bytes
+}
+
+// Close waits until what was asked for is done, or ctx ends. Appends from then on are refused.
+func (a *Appender) Close(ctx context.Context) error {
+	a.mu.Lock()
+	a.closed = true
+	a.mu.Unlock()
+	done := make(chan struct{})
+	go func() {
+		a.running.Wait()
+		close(done)
+	}()
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// Create stores a session's header. header may be empty: the session gets a default one. The
+// same header again is no error; another one is session-exists.
+func (a *Appender) Create(ctx context.Context, id string, header []byte) (h *events.Header, created bool, err error) {
+	if len(header) == 0 {
+		header = []byte("{}")
+	}
+	want, err := events.ParseHeader(header, id, a.cfg.Now().UnixMilli())
+	if err != nil {
+		return nil, false, err
+	}
+	if max := 64 << 10; len(want.Raw) > max {
+		return nil, false, &events.Error{Code: events.CodeTooLarge, Session: id, Detail: fmt.Sprintf("session header: expected at most %d bytes, found %d", max, len(want.Raw))}
+	}
+	stored, created, err := a.headers.Create(ctx, want)
+	if err != nil {
+		return nil, false, err
+	}
+	if !created && !stored.Matches(header) {
+		return nil, false, &events.Error{Code: events.CodeSessionExists, Session: want.ID, Detail: "the session has another header: " + clip(stored.Raw)}
+	}
+	return stored, created, nil
+}
+
+func clip(b []byte) string {
+	if len(b) > 300 {
+		return string(b[:300]) + "…"
+	}
+	return string(b)
+}
+
+// Format returns the format of a session, that of a default header when it is not there yet.
+func (a *Appender) Format(ctx context.Context, session string) (events.Format, error) {
+	h, err := a.headers.Get(ctx, session)
+	if errors.Is(err, events.ErrSessionNotFound) {
+		return events.Format3, nil
+	}
+	if err != nil {
+		return 0, err
+	}
+	return h.Format, nil
+}
+
+// Request asks for an append to one session.
+type Request struct {
+	Session string
+	// Events are the events as the caller wrote them, in order; stored all or not at all.
+	Events [][]byte
+	// Expected is the seq that the first event must get; nil when the caller does not care.
+	Expected *events.Seq
+	// Epoch is the writer's epoch; nil when the caller gave none.
+	Epoch *events.Seq
+	// Actor is the authenticated caller, "" when there is none.
+	Actor string
+	// Trace is the W3C traceparent that the commit carries.
+	Trace string
+
+	// Parsed are events that were validated already, in place of Events: an import's.
+	Parsed []*events.Event
+	// EmptyCallID accepts tool results with an empty callId, as import does.
+	EmptyCallID bool
+
+	// derive makes the events from the state, for repair.
+	derive func(*actor) [][]byte
+}
+
+// Receipt says where an append was stored.
+type Receipt struct {
+	Session   string     `json:"session"`
+	FirstSeq  events.Seq `json:"firstSeq"`
+	LastSeq   events.Seq `json:"lastSeq"`
+	Commit    string     `json:"commit"`
+	Duplicate bool       `json:"duplicate"`
+	// Digest is the digest of the last event of the commit that holds the append.
+	Digest string `json:"digest"`
+	// Violations are the lifecycle rules that the append breaks and observe mode let through.
+	Violations []*Violation `json:"violations,omitempty"`
+}
+
+// Violation is one broken lifecycle rule.
+type Violation struct {
+	Rule   events.Rule `json:"rule"`
+	Seq    events.Seq  `json:"seq"`
+	Detail string      `json:"detail"`
+}
+
+// Append appends the request's events and returns once they are committed. Errors are
+// *events.Error; nothing was stored unless the code is outcome-unknown.
+func (a *Appender) Append(ctx context.Context, r Request) (*Receipt, error) {
+	if err := events.CheckSessionID(r.Session); err != nil {
+		return nil, err
+	}
+	if len(r.Events)+len(r.Parsed) == 0 && r.derive == nil {
+		return nil, &events.Error{Code: events.CodeBadRequest, Session: r.Session, Detail: "expected at least one event, found none"}
+	}
+	w := &work{Request: r, ctx: ctx, done: make(chan struct{})}
+	if err := a.enqueue(w); err != nil {
+		return nil, err
+	}
+	<-w.done // a publish that was sent is pursued to its end, whether or not the caller waits
+	if w.err != nil {
+		a.stats.Refused.Add(1)
+	}
+	return w.receipt, w.err
+}
+
+// Repair closes the open turn of a session whose writer is gone. The receipt is nil when the
+// log needs no closers.
+func (a *Appender) Repair(ctx context.Context, session, actorName string) (*Receipt, error) {
+	if _, err := a.headers.Get(ctx, session); err != nil {
+		return nil, err
+	}
+	return a.Append(ctx, Request{Session: session, Actor: actorName, derive: (*actor).closers})
+}
+
+// Status is what an appender knows of a session.
+type Status struct {
+	Header *events.Header
+	session.Summary
+}
+
+// Status reads a session's state up to the end of its log.
+func (a *Appender) Status(ctx context.Context, id string) (*Status, error) {
+	if err := events.CheckSessionID(id); err != nil {
+		return nil, err
+	}
+	h, err := a.headers.Get(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	st := &Status{Header: h}
+	w := &work{Request: Request{Session: id}, ctx: ctx, done: make(chan struct{}), inspect: func(s *actor) { st.Summary = s.state.Summary() }}
+	if err := a.enqueue(w); err != nil {
+		return nil, err
+	}
+	<-w.done
+	return st, w.err
+}
+
+// enqueue hands work to the session's actor and starts the actor when it is at rest.
+func (a *Appender) enqueue(w *work) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.closed {
+		return &events.Error{Code: events.CodeUnavailable, Session: w.Session, Detail: "the appender is shutting down; send the append to another one"}
+	}
+	s := a.sessions[w.Session]
+	if s == nil {
+		s = &actor{a: a, id: w.Session}
+		a.sessions[w.Session] = s
+	}
+	if len(s.queue) >= a.cfg.Queue {
+		return &events.Error{Code: events.CodeOverloaded, Session: w.Session, Detail: fmt.Sprintf("%d appends wait for this session already; try again later", len(s.queue))}
+	}
+	s.queue = append(s.queue, w)
+	if !s.busy {
+		s.busy = true
+		if s.place != nil {
+			a.idle.Remove(s.place)
+			s.place = nil
+		}
+		a.running.Add(1)
+		go s.run()
+	}
+	return nil
+}
+
+// rest puts an actor without work aside and drops those that were not used for longest
+// while the states take more memory than they may. It reports false when there is work after all.
+func (a *Appender) rest(s *actor) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if len(s.queue) > 0 {
+		return false
+	}
+	s.busy = false
+	size := 0
+	if s.state != nil {
+		size = s.state.Bytes() + 512
+	}
+	a.bytes += size - s.size
+	s.size = size
+	if s.state == nil {
+		delete(a.sessions, s.id)
+		return true
+	}
+	s.place = a.idle.PushFront(s)
+	for a.bytes > a.cfg.CacheBytes && a.idle.Len() > 0 {
+		old := a.idle.Remove(a.idle.Back()).(*actor)
+		old.place = nil
+		a.bytes -= old.size
+		delete(a.sessions, old.id)
+	}
+	return true
+}
+
+// take removes from the actor's queue what may become one commit.
+func (a *Appender) take(s *actor) []*work {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	n, count, size := 0, 0, 0
+	for n < len(s.queue) {
+		w := s.queue[n]
+		count += len(w.Events) + len(w.Parsed)
+		for _, e := range w.Events {
+			size += len(e)
+		}
+		if n > 0 && (w.solitary() || s.queue[0].solitary() || w.Actor != s.queue[0].Actor ||
+			count > a.cfg.GroupEvents || size > a.cfg.GroupBytes) {
+			break
+		}
+		n++
+	}
+	out := s.queue[:n:n]
+	s.queue = s.queue[n:]
+	return out
+}
+
+// load reads a session's state: from its head and what the log holds behind it, or from the
+// log alone.
+func (a *Appender) load(ctx context.Context, s *actor, fromLog bool) error {
+	a.stats.Loads.Add(1)
+	h, err := a.headers.Get(ctx, s.id)
+	if errors.Is(err, events.ErrSessionNotFound) {
+		h, err = a.adopt(ctx, s.id)
+	}
+	if err != nil {
+		return err
+	}
+	return s.load(ctx, h, fromLog)
+}
+
+// adopt gives a session that is unknown a default header, unless it has a log: then its
+// header is still to come, from a fork.
+func (a *Appender) adopt(ctx context.Context, id string) (*events.Header, error) {
+	last, err := a.log.LeaderLast(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	if last != nil { // another appender may have adopted it between the two reads
+		h, err := a.headers.Get(ctx, id)
+		if errors.Is(err, events.ErrSessionNotFound) {
+			err = &events.Error{Code: events.CodeSessionPending, Session: id, Detail: "the session has events but no header yet: the fork that makes it is not complete; repeat the fork request"}
+		}
+		return h, err
+	}
+	h, err := events.ParseHeader([]byte("{}"), id, a.cfg.Now().UnixMilli())
+	if err != nil {
+		return nil, err
+	}
+	h, _, err = a.headers.Create(ctx, h) // another appender's is as good
+	return h, err
+}

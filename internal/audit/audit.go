@@ -1,0 +1,537 @@
+// Package audit owns the proof that what is stored is what appenders and projectors wrote. It
+// reads, reports and never repairs.
+package audit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats.go/jetstream"
+
+	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
+	"palimpsest/internal/lifecycle"
+	"palimpsest/internal/projection"
+	"palimpsest/internal/session"
+	"palimpsest/internal/snapshot"
+	"palimpsest/internal/surface"
+)
+
+// Checks that a finding names.
+const (
+	CheckHeader     = "header"       // the session's header
+	CheckMessage    = "message"      // a message that is no commit of its session
+	CheckContiguity = "contiguity"   // seqs without holes, within and between commits
+	CheckDigest     = "digest"       // the digest chain of the events
+	CheckChain      = "commit-chain" // the chain of the commits, which binds who and when
+	CheckRule       = "rule"         // a surface rule
+	CheckHead       = "head"         // the head against a fresh fold
+	CheckPage       = "page"         // a page or index page against a fresh fold
+	CheckProjection = "projection"   // the head is not at the log's end
+)
+
+// Finding is one thing that is not as it was written.
+type Finding struct {
+	Session   string      `json:"session"`
+	Check     string      `json:"check"`
+	Seq       *events.Seq `json:"seq,omitempty"`
+	StreamSeq uint64      `json:"streamSeq,omitempty"`
+	Key       string      `json:"key,omitempty"` // in the bucket of snapshots
+	Rule      events.Rule `json:"rule,omitempty"`
+	Expected  string      `json:"expected,omitempty"`
+	Found     string      `json:"found,omitempty"`
+	Detail    string      `json:"detail"`
+}
+
+// String returns the finding in one line.
+func (f Finding) String() string {
+	s := fmt.Sprintf("%s: %s", f.Session, f.Check)
+	if f.Rule != "" {
+		s += " " + string(f.Rule)
+	}
+	if f.Seq != nil {
+		s += fmt.Sprintf(" at seq %d", *f.Seq)
+	}
+	if f.StreamSeq > 0 {
+		s += fmt.Sprintf(" (stream sequence %d)", f.StreamSeq)
+	}
+	if f.Key != "" {
+		s += " key " + f.Key
+	}
+	s += ": " + f.Detail
+	if f.Expected != "" || f.Found != "" {
+		s += fmt.Sprintf("; expected %s, found %s", f.Expected, f.Found)
+	}
+	return s
+}
+
+// SessionReport is what was found about one session.
+type SessionReport struct {
+	Session  string     `json:"session"`
+	Events   int64      `json:"events"`
+	Commits  int64      `json:"commits"`
+	LastSeq  events.Seq `json:"lastSeq"`
+	Digest   string     `json:"digest"`
+	Chain    string     `json:"chain"`
+	HeadSeq  events.Seq `json:"headSeq"`
+	Pages    int        `json:"pages"` // pages and index pages that were compared
+	Findings []Finding  `json:"findings"`
+	// Violations counts the lifecycle rules that the log breaks. They are reported and no
+	// finding: whether they are enforced is the appender's configuration.
+	Violations map[events.Rule]int64 `json:"violations,omitempty"`
+}
+
+// Report is what was found about many sessions.
+type Report struct {
+	Sessions   int                   `json:"sessions"`
+	Events     int64                 `json:"events"`
+	Commits    int64                 `json:"commits"`
+	Pages      int                   `json:"pages"`
+	Findings   []Finding             `json:"findings"`
+	Violations map[events.Rule]int64 `json:"violations,omitempty"`
+}
+
+// OK reports whether nothing was found.
+func (r *Report) OK() bool { return len(r.Findings) == 0 }
+
+// Options say what is verified.
+type Options struct {
+	// LogOnly leaves heads and pages out.
+	LogOnly bool
+	// Wait is how long a projection may take to reach the log's end before its lag is a
+	// finding. Defaults to 10 s.
+	Wait time.Duration
+	// Parallel is how many sessions are verified at a time. Defaults to 4.
+	Parallel int
+	// Each, when set, hears of every session as it is done, one at a time.
+	Each func(*SessionReport)
+}
+
+// Auditor verifies sessions.
+type Auditor struct {
+	log     *journal.Journal
+	headers *journal.Headers
+	buckets *projection.Buckets
+}
+
+// New returns an auditor.
+func New(j *journal.Journal, h *journal.Headers, b *projection.Buckets) *Auditor {
+	return &Auditor{j, h, b}
+}
+
+// All verifies every session that has a header, a log or a head. The error is trouble with
+// JetStream; what is wrong with the sessions is in the report.
+func (a *Auditor) All(ctx context.Context, o Options) (*Report, error) {
+	ids, stray, err := a.sessions(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	out := &Report{Findings: []Finding{}}
+	for _, s := range stray {
+		out.Findings = append(out.Findings, Finding{Check: CheckMessage, Detail: "messages on subject " + s + ", which is no session's"})
+	}
+	return out, a.each(ctx, ids, o, out)
+}
+
+// Some verifies the given sessions.
+func (a *Auditor) Some(ctx context.Context, ids []string, o Options) (*Report, error) {
+	out := &Report{Findings: []Finding{}}
+	return out, a.each(ctx, ids, o, out)
+}
+
+func (a *Auditor) each(ctx context.Context, ids []string, o Options, out *Report) error {
+	if o.Parallel == 0 {
+		o.Parallel = 4
+	}
+	if o.Wait == 0 {
+		o.Wait = 10 * time.Second
+	}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	var failed error
+	work := make(chan string)
+	for range o.Parallel {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			for id := range work {
+				r, err := a.Session(ctx, id, o)
+				mu.Lock()
+				if err != nil {
+					failed = errors.Join(failed, fmt.Errorf("session %s: %w", id, err))
+				} else {
+					out.add(r)
+					if o.Each != nil {
+						o.Each(r)
+					}
+				}
+				mu.Unlock()
+			}
+		}()
+	}
+	for _, id := range ids {
+		if ctx.Err() != nil {
+			break
+		}
+		work <- id
+	}
+	close(work)
+	wg.Wait()
+	slices.SortStableFunc(out.Findings, func(x, y Finding) int {
+		if x.Session < y.Session {
+			return -1
+		} else if x.Session > y.Session {
+			return 1
+		}
+		return 0
+	})
+	return errors.Join(failed, ctx.Err())
+}
+
+func (r *Report) add(s *SessionReport) {
+	r.Sessions++
+	r.Events += s.Events
+	r.Commits += s.Commits
+	r.Pages += s.Pages
+	r.Findings = append(r.Findings, s.Findings...)
+	for rule, n := range s.Violations {
+		if r.Violations == nil {
+			r.Violations = map[events.Rule]int64{}
+		}
+		r.Violations[rule] += n
+	}
+}
+
+func (a *Auditor) sessions(ctx context.Context, o Options) (ids, stray []string, err error) {
+	seen := map[string]bool{}
+	logged, stray, err := a.log.Subjects(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	for id := range logged {
+		seen[id] = true
+	}
+	lists := []func(context.Context) ([]string, error){a.headers.List}
+	if !o.LogOnly {
+		lists = append(lists, a.buckets.Snapshots.Sessions)
+	}
+	for _, list := range lists {
+		more, err := list(ctx)
+		if err != nil {
+			return nil, nil, err
+		}
+		for _, id := range more {
+			seen[id] = true
+		}
+	}
+	for id := range seen {
+		ids = append(ids, id)
+	}
+	slices.Sort(ids)
+	slices.Sort(stray)
+	return ids, stray, nil
+}
+
+// Session verifies one session.
+func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionReport, error) {
+	if err := events.CheckSessionID(id); err != nil {
+		return nil, err
+	}
+	v := &verifier{a: a, id: id, life: lifecycle.New(), r: &SessionReport{Session: id, LastSeq: events.NoSeq, HeadSeq: events.NoSeq, Findings: []Finding{}}}
+	header, err := a.headers.Get(ctx, id)
+	switch {
+	case errors.Is(err, events.ErrSessionNotFound):
+		commits, _, serr := a.log.Subjects(ctx)
+		if serr != nil {
+			return nil, serr
+		}
+		if commits[id] == 0 {
+			head, _, herr := a.buckets.Snapshots.Head(ctx, id)
+			if herr != nil || head == nil {
+				return nil, errors.Join(err, herr)
+			}
+		}
+		v.find(Finding{Check: CheckHeader, Detail: "the session has events or a head but no header"})
+	case errors.Is(err, &events.Error{Code: events.CodeCorrupt}):
+		v.find(Finding{Check: CheckHeader, Detail: err.Error()})
+	case err != nil:
+		return nil, err
+	}
+	if err := v.log(ctx, header); err != nil {
+		return nil, err
+	}
+	if !o.LogOnly && v.snap != nil {
+		if err := v.projection(ctx, o.Wait); err != nil {
+			return nil, err
+		}
+	}
+	return v.r, nil
+}
+
+// verifier verifies one session.
+type verifier struct {
+	a    *Auditor
+	id   string
+	r    *SessionReport
+	life *lifecycle.State
+	snap *snapshot.Snapshot // a fresh fold of the log; nil once the log cannot be folded
+
+	digest, chain events.Digest
+	chained       bool // the header is known, so the commit chain can be checked
+	next          events.Seq
+}
+
+func (v *verifier) find(f Finding) {
+	f.Session = v.id
+	v.r.Findings = append(v.r.Findings, f)
+}
+
+// log reads and checks the whole log.
+func (v *verifier) log(ctx context.Context, header *events.Header) error {
+	format := events.Format3
+	v.digest = events.SeedDigest(v.id)
+	if header != nil {
+		format, v.chained = header.Format, true
+		v.chain = events.SeedChain(v.id, header.Raw)
+	}
+	v.snap = snapshot.New(v.id, format, surface.KeepBodies)
+	var after uint64
+	for {
+		err := v.a.log.ReadToEnd(ctx, v.id, after, func(c *events.Commit) error {
+			after = c.StreamSeq
+			v.commit(c)
+			return nil
+		})
+		var bad *journal.MalformedError
+		if errors.As(err, &bad) { // report it and read on behind it
+			v.find(Finding{Check: CheckMessage, StreamSeq: bad.StreamSeq, Detail: bad.Error()})
+			v.snap = nil
+			after = bad.StreamSeq
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		break
+	}
+	v.r.LastSeq = v.next - 1
+	v.r.Digest, v.r.Chain = v.digest.String(), v.chain.String()
+	return nil
+}
+
+// commit checks one commit and folds it.
+func (v *verifier) commit(c *events.Commit) {
+	v.r.Commits++
+	at := func(seq events.Seq) Finding { return Finding{Seq: &seq, StreamSeq: c.StreamSeq} }
+	if c.First != v.next {
+		f := at(c.First)
+		f.Check, f.Detail = CheckContiguity, "a commit does not start where the one before it ended"
+		f.Expected, f.Found = fmt.Sprintf("seq %d", v.next), fmt.Sprintf("seq %d", c.First)
+		v.find(f)
+		v.next, v.snap = c.First, nil
+	}
+	good := true
+	for line, rest := []byte(nil), c.Body; len(rest) > 0; {
+		line, rest = events.CutLine(rest)
+		v.r.Events++
+		v.digest = v.digest.Next(line)
+		e := new(events.Event)
+		err := events.ParseCanonical(e, line, c.Format, v.a.log.Vocabulary())
+		if err == nil {
+			err = e.Check(c.Format)
+		}
+		if err != nil {
+			v.broken(c, v.next, err)
+			good = false
+		} else if e.Seq != v.next {
+			f := at(e.Seq)
+			f.Check, f.Detail = CheckContiguity, "an event does not follow the one before it"
+			f.Expected, f.Found = fmt.Sprintf("seq %d", v.next), fmt.Sprintf("seq %d", e.Seq)
+			v.find(f)
+			good = false
+		} else {
+			v.lifecycle(e)
+		}
+		v.next++
+	}
+	if v.next != c.Last+1 {
+		f := at(c.Last)
+		f.Check, f.Detail = CheckContiguity, "the commit's header names another last seq than its body"
+		f.Expected, f.Found = fmt.Sprintf("seq %d", c.Last), fmt.Sprintf("seq %d", v.next-1)
+		v.find(f)
+		v.next, good = c.Last+1, false
+	}
+	if v.digest != c.Digest {
+		f := at(c.Last)
+		f.Check, f.Detail = CheckDigest, "events of this commit were changed, or some before it are missing or in another order"
+		f.Expected, f.Found = v.digest.String(), c.Digest.String()
+		v.find(f)
+		v.digest = c.Digest // what follows is judged by itself
+	}
+	if v.chained {
+		if v.chain = v.chain.NextChain(c); v.chain != c.Chain {
+			f := at(c.Last)
+			f.Check, f.Detail = CheckChain, "id, actor, time, format or seqs of this commit, one before it, or the header were changed"
+			f.Expected, f.Found = v.chain.String(), c.Chain.String()
+			v.find(f)
+			v.chain = c.Chain
+		}
+	}
+	if v.snap == nil {
+		return
+	}
+	if !good {
+		v.snap = nil
+		return
+	}
+	if err := v.snap.Fold(c, v.a.log.Vocabulary(), func(*session.Plan) {}); err != nil {
+		v.broken(c, v.snap.Next, err)
+		v.snap = nil
+	}
+}
+
+func (v *verifier) broken(c *events.Commit, seq events.Seq, err error) {
+	f := Finding{Check: CheckRule, Seq: &seq, StreamSeq: c.StreamSeq, Detail: err.Error()}
+	var e *events.Error
+	if errors.As(err, &e) {
+		f.Rule, f.Detail = e.Rule, e.Detail
+		if e.Seq != nil {
+			f.Seq = e.Seq
+		}
+	}
+	v.find(f)
+}
+
+func (v *verifier) lifecycle(e *events.Event) {
+	if e.Kind == events.KindOpaque {
+		return
+	}
+	if bad := v.life.Check(e); bad != nil {
+		if v.r.Violations == nil {
+			v.r.Violations = map[events.Rule]int64{}
+		}
+		v.r.Violations[bad.Rule]++
+	}
+	v.life.Apply(e)
+}
+
+// projection compares head, pages and index pages with the fresh fold.
+func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
+	if v.next == 0 {
+		head, _, err := v.a.buckets.Snapshots.Head(ctx, v.id)
+		if err != nil && !errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}) {
+			return err
+		}
+		if head != nil || err != nil {
+			v.find(Finding{Check: CheckHead, Key: snapshot.HeadKey(v.id), Detail: "the session has a head, but its log holds nothing"})
+		}
+		return nil
+	}
+	deadline := time.Now().Add(wait)
+	for {
+		kv, err := v.a.buckets.Snapshots.KV().Get(ctx, snapshot.HeadKey(v.id))
+		if err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
+			return err
+		}
+		var head *snapshot.Head
+		if err == nil {
+			if head, err = snapshot.ParseHead(kv.Value(), v.id); err != nil {
+				v.find(Finding{Check: CheckHead, Key: snapshot.HeadKey(v.id), Detail: err.Error()})
+				return nil
+			}
+			v.r.HeadSeq = head.Seq
+		}
+		if head == nil || head.Seq < v.snap.Last() {
+			if time.Now().Before(deadline) {
+				select {
+				case <-time.After(50 * time.Millisecond):
+					continue
+				case <-ctx.Done():
+					return ctx.Err()
+				}
+			}
+			last := v.snap.Last()
+			v.find(Finding{Check: CheckProjection, Seq: &last, Key: snapshot.HeadKey(v.id), Expected: fmt.Sprintf("a head at seq %d", last), Found: fmt.Sprintf("seq %d", v.r.HeadSeq),
+				Detail: fmt.Sprintf("the projection did not reach the log's end within %v", wait)})
+			return nil
+		}
+		if head.Seq > v.snap.Last() {
+			if more, err := v.foldOn(ctx); err != nil || more {
+				if err != nil {
+					return err
+				}
+				if v.snap == nil {
+					return nil
+				}
+				continue
+			}
+			last := v.snap.Last()
+			v.find(Finding{Check: CheckHead, Seq: &last, Key: snapshot.HeadKey(v.id), Expected: fmt.Sprintf("at most seq %d, where the log ends", last), Found: fmt.Sprintf("seq %d", head.Seq),
+				Detail: "the head is ahead of the log: events that were projected are gone from it"})
+			return nil
+		}
+		again, err := v.compare(ctx, kv.Value())
+		if err != nil || !again || time.Now().After(deadline) {
+			return err
+		}
+	}
+}
+
+// foldOn folds what was appended since the log was read.
+func (v *verifier) foldOn(ctx context.Context) (more bool, err error) {
+	err = v.a.log.ReadToEnd(ctx, v.id, v.snap.StreamSeq, func(c *events.Commit) error {
+		more = true
+		v.commit(c)
+		return nil
+	})
+	v.r.LastSeq = v.next - 1
+	v.r.Digest, v.r.Chain = v.digest.String(), v.chain.String()
+	return more, err
+}
+
+// compare compares the stored values with what they should be. again reports that the head
+// moved on while its pages were read.
+func (v *verifier) compare(ctx context.Context, head []byte) (again bool, err error) {
+	want, err := v.snap.Expect()
+	if err != nil {
+		v.find(Finding{Check: CheckRule, Detail: err.Error()})
+		return false, nil
+	}
+	var found []Finding
+	if d := snapshot.Difference(want.Head.Value, head); d != "" {
+		last := v.snap.Last()
+		found = append(found, Finding{Check: CheckHead, Seq: &last, Key: want.Head.Key, Detail: d})
+	}
+	kv := v.a.buckets.Snapshots.KV()
+	for _, p := range want.Pages {
+		got, err := kv.Get(ctx, p.Key)
+		switch {
+		case errors.Is(err, jetstream.ErrKeyNotFound):
+			found = append(found, Finding{Check: CheckPage, Key: p.Key, Detail: "the page is missing"})
+		case err != nil:
+			return false, err
+		default:
+			if d := snapshot.Difference(p.Value, got.Value()); d != "" {
+				found = append(found, Finding{Check: CheckPage, Key: p.Key, Detail: d})
+			}
+		}
+	}
+	if found != nil {
+		now, err := kv.Get(ctx, want.Head.Key)
+		if err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
+			return false, err
+		}
+		if err == nil && string(now.Value()) != string(head) {
+			return true, nil
+		}
+	}
+	v.r.Pages += len(want.Pages)
+	for _, f := range found {
+		v.find(f)
+	}
+	return false, nil
+}

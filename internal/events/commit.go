@@ -1,0 +1,204 @@
+package events
+
+import (
+	"encoding/json"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go"
+)
+
+// Names on the wire. Attributes are percent-encoded headers with the prefix ce-, after the
+// NATS protocol binding for CloudEvents (binary content mode).
+const (
+	CommitType        = "palimpsest.session.commit.v1"
+	CommitContentType = "application/x-ndjson"
+	ceVersion         = "1.0"
+	cePrefix          = "ce-"
+	traceParentHeader = "traceparent"
+
+	// NoActor is the actor of a commit whose caller was not authenticated.
+	NoActor = "-"
+)
+
+// HeaderReserve bounds the bytes that a commit's headers take beside ids, actor and keys.
+const HeaderReserve = 2048
+
+// AppendSpan says which seqs of a commit a caller's idempotency key covers.
+type AppendSpan struct {
+	Key   string `json:"key"`
+	First Seq    `json:"first"`
+	Last  Seq    `json:"last"`
+}
+
+// Commit is what one append stores atomically: consecutive events of one session, one
+// JetStream message, one CloudEvent.
+type Commit struct {
+	ID      string
+	Session string
+	Actor   string // the authenticated caller; NoActor when there is none
+	Time    string // RFC 3339, when the appender made the commit
+	Format  Format
+	First   Seq
+	Last    Seq
+	Digest  Digest // of the last event
+	Chain   Digest
+	Appends []AppendSpan
+	Trace   string // W3C traceparent, may be empty
+
+	// Body is the canonical lines, each with its line end.
+	Body []byte
+
+	// StreamSeq is the stream sequence of a stored commit; 0 before it is stored.
+	StreamSeq uint64
+}
+
+// FormatTime writes a point in time as the time of a commit.
+func FormatTime(t time.Time) string { return t.UTC().Format("2006-01-02T15:04:05.000Z") }
+
+// Header returns the headers of the message that carries the commit.
+func (c *Commit) Header() nats.Header {
+	h := make(nats.Header, 20)
+	set := func(name, value string) { h[cePrefix+name] = []string{percentEncode(value)} }
+	set("specversion", ceVersion)
+	set("id", c.ID)
+	set("source", "/sessions/"+Token(c.Session))
+	set("type", CommitType)
+	set("subject", c.Session)
+	set("time", c.Time)
+	set("datacontenttype", CommitContentType)
+	set("sequence", fmt.Sprintf("%020d", c.First))
+	set("firstseq", c.First.String())
+	set("lastseq", c.Last.String())
+	set("format", strconv.Itoa(int(c.Format)))
+	set("actor", c.Actor)
+	set("digest", c.Digest.String())
+	set("chain", c.Chain.String())
+	if len(c.Appends) > 0 {
+		b, err := json.Marshal(c.Appends)
+		if err != nil {
+			panic(err) // strings and numbers always encode
+		}
+		set("appends", string(b))
+	}
+	if c.Trace != "" {
+		h[traceParentHeader] = []string{c.Trace}
+	}
+	return h
+}
+
+// ParseCommit reads a stored message back. It checks the headers, not the events; an
+// *Error of code log-corrupt says which header is not what an appender writes.
+func ParseCommit(h nats.Header, body []byte, streamSeq uint64) (*Commit, error) {
+	c := &Commit{Body: body, StreamSeq: streamSeq}
+	bad := func(name, format string, args ...any) error {
+		return &Error{Code: CodeCorrupt, Session: c.Session, Detail: fmt.Sprintf("stream sequence %d: header %s%s: ", streamSeq, cePrefix, name) + fmt.Sprintf(format, args...)}
+	}
+	get := func(name string) string {
+		if v := h[cePrefix+name]; len(v) > 0 {
+			return percentDecode(v[0])
+		}
+		return ""
+	}
+	c.Session = get("subject")
+	if err := CheckSessionID(c.Session); err != nil {
+		return nil, bad("subject", "%v", err)
+	}
+	if t := get("type"); t != CommitType {
+		return nil, bad("type", "expected %s, found %q", CommitType, t)
+	}
+	c.ID, c.Actor, c.Time = get("id"), get("actor"), get("time")
+	if c.ID == "" {
+		return nil, bad("id", "expected a commit id, found nothing")
+	}
+	integer := func(name string, into *Seq) error {
+		n, ok := parseInteger([]byte(get(name)))
+		if !ok {
+			return bad(name, "expected a seq, found %q", get(name))
+		}
+		*into = Seq(n)
+		return nil
+	}
+	var format Seq
+	for _, f := range []struct {
+		name string
+		into *Seq
+	}{{"firstseq", &c.First}, {"lastseq", &c.Last}, {"format", &format}} {
+		if err := integer(f.name, f.into); err != nil {
+			return nil, err
+		}
+	}
+	if c.Format = Format(format); c.Format != Format3 && c.Format != Format4 {
+		return nil, bad("format", "expected 3 or 4, found %d", c.Format)
+	}
+	if c.Last < c.First {
+		return nil, bad("lastseq", "expected at least %d, found %d", c.First, c.Last)
+	}
+	var err error
+	if c.Digest, err = ParseDigest(get("digest")); err != nil {
+		return nil, bad("digest", "%v", err)
+	}
+	if c.Chain, err = ParseDigest(get("chain")); err != nil {
+		return nil, bad("chain", "%v", err)
+	}
+	if s := get("appends"); s != "" {
+		if err := json.Unmarshal([]byte(s), &c.Appends); err != nil {
+			return nil, bad("appends", "%v", err)
+		}
+	}
+	if v := h[traceParentHeader]; len(v) > 0 {
+		c.Trace = v[0]
+	}
+	return c, nil
+}
+
+// CommitID returns the id in a message's headers without reading the rest.
+func CommitID(h nats.Header) string {
+	if v := h[cePrefix+"id"]; len(v) > 0 {
+		return percentDecode(v[0])
+	}
+	return ""
+}
+
+// percentEncode writes an attribute value as a header value: space, double quote, percent and
+// everything outside U+0021..U+007E as %XX (CloudEvents NATS protocol binding, 3.1.3.2).
+func percentEncode(s string) string {
+	plain := true
+	for i := 0; i < len(s) && plain; i++ {
+		plain = plainInHeader(s[i])
+	}
+	if plain {
+		return s
+	}
+	var b strings.Builder
+	for i := 0; i < len(s); i++ {
+		if plainInHeader(s[i]) {
+			b.WriteByte(s[i])
+		} else {
+			fmt.Fprintf(&b, "%%%02X", s[i])
+		}
+	}
+	return b.String()
+}
+
+func plainInHeader(c byte) bool { return c > ' ' && c <= '~' && c != '"' && c != '%' }
+
+// percentDecode is the inverse; a % without two hex digits stays as it is.
+func percentDecode(s string) string {
+	if strings.IndexByte(s, '%') < 0 {
+		return s
+	}
+	b := make([]byte, 0, len(s))
+	for i := 0; i < len(s); i++ {
+		if s[i] == '%' && i+2 < len(s) && isHex(s[i+1]) && isHex(s[i+2]) {
+			n, _ := strconv.ParseUint(s[i+1:i+3], 16, 8)
+			b = append(b, byte(n))
+			i += 2
+			continue
+		}
+		b = append(b, s[i])
+	}
+	return string(b)
+}

@@ -1,0 +1,58 @@
+package events
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+)
+
+// Digest is one link of a hash chain: SHA-256, 32 bytes.
+type Digest [sha256.Size]byte
+
+// chainSeed is what both chains of a session start from.
+const chainSeed = "palimpsest/1 "
+
+// SeedDigest is digest(-1) of a session: SHA-256("palimpsest/1 " ‖ session id).
+func SeedDigest(session string) Digest {
+	return sha256.Sum256([]byte(chainSeed + session))
+}
+
+// Next is digest(n) = SHA-256(digest(n-1) ‖ the canonical line without its line end).
+func (d Digest) Next(line []byte) Digest {
+	h := sha256.New()
+	h.Write(d[:])
+	h.Write(line)
+	var out Digest
+	h.Sum(out[:0])
+	return out
+}
+
+// SeedChain is chain(-1) of a session: SHA-256("palimpsest/1 " ‖ session id ‖ "\n" ‖
+// SHA-256 of the header's bytes).
+func SeedChain(session string, header []byte) Digest {
+	sum := sha256.Sum256(header)
+	return sha256.Sum256(append([]byte(chainSeed+session+"\n"), sum[:]...))
+}
+
+// NextChain is chain(k) = SHA-256(chain(k-1) ‖ "id\nactor\ntime\nformat\nfirstseq\nlastseq\n" ‖
+// digest of the commit's last event), with the values as they stand in the message's headers.
+func (d Digest) NextChain(c *Commit) Digest {
+	b := append([]byte(nil), d[:]...)
+	b = fmt.Appendf(b, "%s\n%s\n%s\n%d\n%d\n%d\n",
+		percentEncode(c.ID), percentEncode(c.Actor), percentEncode(c.Time), c.Format, c.First, c.Last)
+	return sha256.Sum256(append(b, c.Digest[:]...))
+}
+
+// String returns the digest in lower-case hex.
+func (d Digest) String() string { return hex.EncodeToString(d[:]) }
+
+// ParseDigest reads the hex form.
+func ParseDigest(s string) (Digest, error) {
+	var d Digest
+	b, err := hex.DecodeString(s)
+	if err != nil || len(b) != len(d) {
+		return d, fmt.Errorf("digest %q: expected %d hex digits", s, 2*len(d))
+	}
+	copy(d[:], b)
+	return d, nil
+}

@@ -1,0 +1,123 @@
+package journal
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/nats-io/nats.go/jetstream"
+
+	"palimpsest/internal/events"
+)
+
+// HeadersBucket is the bucket of session headers: `<token>` holds the header's bytes,
+// `children.<parent token>.<token>` is an empty value that indexes forks and sub-agents.
+const HeadersBucket = "HEADERS"
+
+// OpenBucket binds to a KV bucket, creating it with the given settings when it is not there.
+// It never changes the settings of one that is: those may have been made on purpose.
+func OpenBucket(ctx context.Context, js jetstream.JetStream, c jetstream.KeyValueConfig) (jetstream.KeyValue, error) {
+	kv, err := js.KeyValue(ctx, c.Bucket)
+	if errors.Is(err, jetstream.ErrBucketNotFound) {
+		kv, err = js.CreateKeyValue(ctx, c)
+		if errors.Is(err, jetstream.ErrBucketExists) {
+			kv, err = js.KeyValue(ctx, c.Bucket)
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("bucket %s: %w", c.Bucket, err)
+	}
+	return kv, nil
+}
+
+// Headers is the bucket of session headers. A header is created once and never changes.
+type Headers struct {
+	j  *Journal
+	kv jetstream.KeyValue
+}
+
+// OpenHeaders binds to the bucket of headers.
+func (j *Journal) OpenHeaders(ctx context.Context) (*Headers, error) {
+	kv, err := OpenBucket(ctx, j.js, jetstream.KeyValueConfig{
+		Bucket: HeadersBucket, Description: "Palimpsest: session headers", History: 1,
+		Storage: jetstream.FileStorage, Replicas: j.cfg.Replicas, Compression: true,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &Headers{j, kv}, nil
+}
+
+// Get returns a session's header; session-not-found when there is none. That there is none is
+// said by the bucket's leader, never by a replica that lags.
+func (h *Headers) Get(ctx context.Context, session string) (*events.Header, error) {
+	token := events.Token(session)
+	var raw []byte
+	e, err := h.kv.Get(ctx, token)
+	switch {
+	case err == nil:
+		raw = e.Value()
+	case errors.Is(err, jetstream.ErrKeyNotFound):
+		m, err := h.j.leaderMessage(ctx, "KV_"+HeadersBucket, map[string]any{"last_by_subj": "$KV." + HeadersBucket + "." + token})
+		if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) {
+			return nil, err
+		}
+		if err != nil || len(m.Data) == 0 {
+			return nil, &events.Error{Code: events.CodeSessionNotFound, Session: session, Detail: "there is no such session"}
+		}
+		raw = m.Data
+	default:
+		return nil, h.j.unavailable(err)
+	}
+	hd, err := events.ParseHeader(raw, session, 0)
+	if err != nil {
+		return nil, &events.Error{Code: events.CodeCorrupt, Session: session, Cause: err, Detail: "the stored header is damaged: " + err.Error()}
+	}
+	return hd, nil
+}
+
+// Create stores a header unless the session has one. The header that is stored then comes
+// back, with whether it was created now.
+func (h *Headers) Create(ctx context.Context, hd *events.Header) (stored *events.Header, created bool, err error) {
+	token := events.Token(hd.ID)
+	if hd.ParentSession != "" { // before the header: an index entry without one is skipped
+		if _, err := h.kv.Put(ctx, "children."+events.Token(hd.ParentSession)+"."+token, nil); err != nil {
+			return nil, false, h.j.unavailable(err)
+		}
+	}
+	_, err = h.kv.Create(ctx, token, hd.Raw)
+	switch {
+	case err == nil:
+		return hd, true, nil
+	case errors.Is(err, jetstream.ErrKeyExists):
+		stored, err = h.Get(ctx, hd.ID)
+		return stored, false, err
+	}
+	return nil, false, h.j.unavailable(err)
+}
+
+// Children returns the ids of the sessions that name parent as theirs, unordered.
+func (h *Headers) Children(ctx context.Context, parent string) ([]string, error) {
+	return h.list(ctx, "children."+events.Token(parent)+".*")
+}
+
+// List returns the ids of all sessions, unordered.
+func (h *Headers) List(ctx context.Context) ([]string, error) {
+	return h.list(ctx, "*") // tokens hold no dot
+}
+
+func (h *Headers) list(ctx context.Context, filter string) ([]string, error) {
+	l, err := h.kv.ListKeysFiltered(ctx, filter)
+	if err != nil {
+		return nil, h.j.unavailable(err)
+	}
+	var out []string
+	for key := range l.Keys() {
+		id, err := events.SessionOf(key[strings.LastIndexByte(key, '.')+1:])
+		if err == nil {
+			out = append(out, id)
+		}
+	}
+	return out, ctx.Err()
+}

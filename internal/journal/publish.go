@@ -1,0 +1,180 @@
+package journal
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/nats-io/nats.go"
+
+	"palimpsest/internal/events"
+)
+
+// JetStream's error codes that a publish tells apart.
+const (
+	errWrongLastSeq         = 10071 // wrong last sequence: N
+	errWrongLastSeqConstant = 10164 // the same without the number, from replicated streams
+	errDuplicateInFlight    = 10158 // the same message id is being stored right now
+	errMessageTooLarge      = 10054
+)
+
+// ConflictError says that the session's log went on behind the writer's back: Commits follow
+// the one that the writer took for the last. Rewound means the opposite: the log ends before
+// the commit that the writer took for the last.
+type ConflictError struct {
+	Commits []*events.Commit
+	Rewound bool
+}
+
+func (e *ConflictError) Error() string {
+	if e.Rewound {
+		return "the log ends before the commit that was taken for its last"
+	}
+	return fmt.Sprintf("%d other commits were stored first", len(e.Commits))
+}
+
+// apiError is an error that the server answered.
+type apiError struct {
+	Code        int    `json:"code"`
+	ErrCode     int    `json:"err_code"`
+	Description string `json:"description"`
+}
+
+func (e *apiError) Error() string {
+	return fmt.Sprintf("%s (%d)", e.Description, e.ErrCode)
+}
+
+// Publish stores the commit behind the session's commit at stream sequence after (0: it is the
+// first) and sets c.StreamSeq. It returns only once the outcome is known, or the retry budget
+// is spent:
+//
+//   - nil: committed. duplicate says that an earlier attempt had stored it already.
+//   - *ConflictError: not stored and never will be, since others were first.
+//   - *events.Error of code outcome-unknown: the budget is spent and nobody knows; the same
+//     commit may be published again at any time.
+//   - *events.Error of another code, or ctx's error before anything was sent: not stored.
+func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (duplicate bool, err error) {
+	msg := &nats.Msg{Subject: j.Subject(c.Session), Header: c.Header(), Data: c.Body}
+	msg.Header[nats.ExpectedLastSubjSeqHdr] = []string{strconv.FormatUint(after, 10)}
+	msg.Header[nats.MsgIdHdr] = []string{c.ID}
+	conn := j.conns.Publish[int(j.next.Add(1))%len(j.conns.Publish)]
+
+	if err := ctx.Err(); err != nil {
+		return false, err
+	}
+	// Once something was sent, the caller going away must not leave the outcome open.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), j.cfg.RetryBudget)
+	defer cancel()
+	var last error
+	conflicts := 0
+	for attempt, pause := 0, 50*time.Millisecond; ; attempt++ {
+		seq, dup, err := j.publishOnce(ctx, conn, msg, c)
+		if err == nil {
+			c.StreamSeq = seq
+			return dup, nil
+		}
+		last = err
+		conflict := isConflict(err)
+		if e := definite(c, err, j.MaxCommit()); e != nil && attempt == 0 {
+			return false, e
+		}
+		others, rerr := j.after(ctx, c.Session, after)
+		var malformed *MalformedError
+		switch {
+		case errors.As(rerr, &malformed):
+			return false, malformed.Err // the log went on with something that is no commit
+		case rerr != nil:
+			last = rerr
+		case len(others) > 0:
+			for _, o := range others {
+				if o.ID == c.ID {
+					c.StreamSeq = o.StreamSeq
+					return true, nil
+				}
+			}
+			return false, &ConflictError{Commits: others}
+		case conflict:
+			// A conflict with nothing new behind it: the log is shorter than the writer
+			// thinks. A leader that has just changed may say so for a moment.
+			if conflicts++; conflicts >= 3 {
+				return false, &ConflictError{Rewound: true}
+			}
+		}
+		// Nothing new there: undecided. The same bytes with the same id and the same
+		// expectation are stored once at most, however often they are sent.
+		timer := time.NewTimer(pause)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+			return false, &events.Error{Code: events.CodeOutcomeUnknown, Session: c.Session, Commit: c.ID, Cause: last,
+				Detail: fmt.Sprintf("whether commit %s was stored could not be found out within %v (%v); repeat the append with expectedSeq to find out safely", c.ID, j.cfg.RetryBudget, last)}
+		}
+		pause = min(2*pause, time.Second)
+	}
+}
+
+// definite returns the error for the caller when err says for certain that nothing was stored
+// and trying again is no use.
+func definite(c *events.Commit, err error, most int) error {
+	var api *apiError
+	switch {
+	case errors.Is(err, nats.ErrMaxPayload), errors.As(err, &api) && api.ErrCode == errMessageTooLarge:
+		return &events.Error{Code: events.CodeTooLarge, Session: c.Session, Cause: err,
+			Detail: fmt.Sprintf("the commit has %d bytes, JetStream takes at most %d: %v", len(c.Body), most, err)}
+	case errors.As(err, &api) && api.Code == 503 && api.ErrCode != errDuplicateInFlight:
+		return nil // away for the moment
+	case errors.As(err, &api) && !isConflict(err) && api.ErrCode != errDuplicateInFlight:
+		return &events.Error{Code: events.CodeUnavailable, Session: c.Session, Cause: err,
+			Detail: fmt.Sprintf("JetStream refused to store the commit: %v", err)}
+	}
+	return nil
+}
+
+func isConflict(err error) bool {
+	var api *apiError
+	return errors.As(err, &api) && (api.ErrCode == errWrongLastSeq || api.ErrCode == errWrongLastSeqConstant)
+}
+
+// publishOnce sends the message and waits for its ack.
+func (j *Journal) publishOnce(ctx context.Context, conn *nats.Conn, msg *nats.Msg, c *events.Commit) (seq uint64, dup bool, err error) {
+	if j.Faults.BeforePublish != nil {
+		if err := j.Faults.BeforePublish(c); err != nil {
+			return 0, false, err
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, j.cfg.PublishTimeout)
+	defer cancel()
+	resp, err := conn.RequestMsgWithContext(ctx, msg)
+	if err == nil {
+		var ack struct {
+			Error     *apiError `json:"error"`
+			Seq       uint64    `json:"seq"`
+			Duplicate bool      `json:"duplicate"`
+		}
+		if err = json.Unmarshal(resp.Data, &ack); err == nil && ack.Error != nil {
+			err = ack.Error
+		}
+		if err == nil && ack.Seq == 0 {
+			err = fmt.Errorf("unexpected answer to a publish: %s", resp.Data)
+		}
+		seq, dup = ack.Seq, ack.Duplicate
+	}
+	if j.Faults.AfterPublish != nil {
+		err = j.Faults.AfterPublish(c, err)
+	}
+	return seq, dup, err
+}
+
+// after reads what the session's subject holds behind a stream sequence, from the stream's
+// leader: the reads that decide must not come from a replica that lags.
+func (j *Journal) after(ctx context.Context, session string, after uint64) (out []*events.Commit, err error) {
+	err = j.LeaderTail(ctx, session, after, func(c *events.Commit) error {
+		out = append(out, c)
+		return nil
+	})
+	return out, err
+}

@@ -1,0 +1,251 @@
+package journal
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	"github.com/synadia-io/orbit.go/jetstreamext"
+
+	"palimpsest/internal/events"
+)
+
+// Batches in which ranges are read.
+const (
+	readBatch      = 256
+	readBatchBytes = 4 << 20
+)
+
+// leaderNext returns the session's first commit at or behind a stream sequence, read from the
+// stream's leader. jetstream.ErrMsgNotFound says that there is none.
+func (j *Journal) leaderNext(ctx context.Context, session string, from uint64) (*events.Commit, error) {
+	return j.leaderGet(ctx, map[string]any{"seq": from, "next_by_subj": j.Subject(session)})
+}
+
+// LeaderLast returns the session's last commit, read from the stream's leader; nil when the
+// session has none.
+func (j *Journal) LeaderLast(ctx context.Context, session string) (*events.Commit, error) {
+	c, err := j.leaderGet(ctx, map[string]any{"last_by_subj": j.Subject(session)})
+	if errors.Is(err, jetstream.ErrMsgNotFound) {
+		return nil, nil
+	}
+	return c, err
+}
+
+func (j *Journal) leaderGet(ctx context.Context, req map[string]any) (*events.Commit, error) {
+	m, err := j.leaderMessage(ctx, j.cfg.Stream, req)
+	if err != nil {
+		return nil, err
+	}
+	return j.commit(m.Header, m.Data, m.Subject, m.Sequence)
+}
+
+// leaderMessage reads one message from the leader of a stream.
+func (j *Journal) leaderMessage(ctx context.Context, stream string, req map[string]any) (*jetstream.RawStreamMsg, error) {
+	b, err := json.Marshal(req)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, j.cfg.ReadTimeout)
+	defer cancel()
+	resp, err := j.conns.Read.RequestWithContext(ctx, j.cfg.APIPrefix+".STREAM.MSG.GET."+stream, b)
+	if err != nil {
+		return nil, j.unavailable(err)
+	}
+	var got struct {
+		Error   *apiError `json:"error"`
+		Message *struct {
+			Subject string `json:"subject"`
+			Seq     uint64 `json:"seq"`
+			Header  []byte `json:"hdrs"`
+			Data    []byte `json:"data"`
+		} `json:"message"`
+	}
+	if err := json.Unmarshal(resp.Data, &got); err != nil {
+		return nil, fmt.Errorf("unexpected answer to a read: %w", err)
+	}
+	switch {
+	case got.Error != nil && got.Error.ErrCode == int(jetstream.JSErrCodeMessageNotFound):
+		return nil, jetstream.ErrMsgNotFound
+	case got.Error != nil:
+		return nil, j.unavailable(got.Error)
+	case got.Message == nil:
+		return nil, fmt.Errorf("unexpected answer to a read: %s", resp.Data)
+	}
+	m := &jetstream.RawStreamMsg{Subject: got.Message.Subject, Sequence: got.Message.Seq, Data: got.Message.Data}
+	if len(got.Message.Header) > 0 {
+		if m.Header, err = nats.DecodeHeadersMsg(got.Message.Header); err != nil {
+			return nil, fmt.Errorf("stream sequence %d: %w", m.Sequence, err)
+		}
+	}
+	return m, nil
+}
+
+// commit reads a stored message and makes sure that it lies where its session belongs.
+func (j *Journal) commit(h nats.Header, body []byte, subject string, seq uint64) (*events.Commit, error) {
+	c, err := events.ParseCommit(h, body, seq)
+	if err == nil && j.Subject(c.Session) != subject {
+		err = &events.Error{Code: events.CodeCorrupt, Session: c.Session, Detail: fmt.Sprintf("stream sequence %d: a commit of session %q lies on subject %s", seq, c.Session, subject)}
+	}
+	if err != nil {
+		return nil, &MalformedError{StreamSeq: seq, Subject: subject, Body: body, Header: h, Err: err}
+	}
+	return c, nil
+}
+
+// MalformedError is a stored message that no appender wrote.
+type MalformedError struct {
+	StreamSeq uint64
+	Subject   string
+	Header    nats.Header
+	Body      []byte
+	Err       error // an *events.Error of code log-corrupt
+}
+
+func (e *MalformedError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the *events.Error.
+func (e *MalformedError) Unwrap() error { return e.Err }
+
+// Read calls f for the session's commits behind a stream sequence, in order, as far as the
+// replica that answers has them. A malformed message ends it with a *MalformedError.
+func (j *Journal) Read(ctx context.Context, session string, after uint64, f func(*events.Commit) error) error {
+	for {
+		msgs, more, err := j.batch(ctx, j.Subject(session), after+1)
+		if err != nil {
+			return err
+		}
+		for _, m := range msgs {
+			c, err := j.commit(m.Header, m.Data, m.Subject, m.Sequence)
+			if err != nil {
+				return err
+			}
+			if err := f(c); err != nil {
+				return err
+			}
+			after = c.StreamSeq
+		}
+		if !more {
+			return nil
+		}
+	}
+}
+
+// batch reads up to readBatch messages of a subject from a stream sequence on, and reports
+// whether there are more.
+func (j *Journal) batch(ctx context.Context, subject string, from uint64) (out []*jetstream.RawStreamMsg, more bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, j.cfg.ReadTimeout)
+	defer cancel()
+	msgs, err := jetstreamext.GetBatch(ctx, j.js, j.cfg.Stream, readBatch,
+		jetstreamext.GetBatchSubject(subject), jetstreamext.GetBatchSeq(from), jetstreamext.GetBatchMaxBytes(readBatchBytes))
+	if err != nil {
+		return nil, false, j.unavailable(err)
+	}
+	for m, err := range msgs {
+		switch {
+		case errors.Is(err, jetstreamext.ErrNoMessages), errors.Is(err, jetstream.ErrMsgNotFound):
+			return out, false, nil
+		case err != nil:
+			return nil, false, j.unavailable(err)
+		}
+		out = append(out, m)
+		more = m.Header.Get("Nats-Num-Pending") != "0"
+	}
+	return out, more && len(out) > 0, nil
+}
+
+// ReadToEnd is Read up to the very end of the log: what a replica does not have yet is read
+// from the stream's leader.
+func (j *Journal) ReadToEnd(ctx context.Context, session string, after uint64, f func(*events.Commit) error) error {
+	last := after
+	err := j.Read(ctx, session, after, func(c *events.Commit) error {
+		last = c.StreamSeq
+		return f(c)
+	})
+	if err != nil {
+		return err
+	}
+	return j.LeaderTail(ctx, session, last, f)
+}
+
+// LeaderTail calls f for the session's commits behind a stream sequence, one read each from
+// the stream's leader. It is for the last few.
+func (j *Journal) LeaderTail(ctx context.Context, session string, after uint64, f func(*events.Commit) error) error {
+	for {
+		c, err := j.leaderNext(ctx, session, after+1)
+		if errors.Is(err, jetstream.ErrMsgNotFound) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if err := f(c); err != nil {
+			return err
+		}
+		after = c.StreamSeq
+	}
+}
+
+// Locate returns the commit that holds an event, nil when the log has no such seq. It
+// bisects over the first seqs of the session's commits; there is no index to keep.
+func (j *Journal) Locate(ctx context.Context, session string, seq events.Seq) (*events.Commit, error) {
+	last, err := j.LeaderLast(ctx, session)
+	if err != nil || last == nil || seq > last.Last {
+		return nil, err
+	}
+	if seq >= last.First {
+		return last, nil
+	}
+	// lo..hi are the stream sequences at which the wanted commit may lie.
+	lo, hi := uint64(1), last.StreamSeq-1
+	for lo <= hi {
+		mid := lo + (hi-lo)/2
+		c, err := j.leaderNext(ctx, session, mid)
+		switch {
+		case err != nil:
+			return nil, err
+		case c.First > seq: // at or behind mid is too late
+			hi = mid - 1
+		case c.Last < seq:
+			lo = c.StreamSeq + 1
+		default:
+			return c, nil
+		}
+	}
+	return nil, nil
+}
+
+// Info returns the stream's state.
+func (j *Journal) Info(ctx context.Context) (*jetstream.StreamInfo, error) {
+	s, err := j.js.Stream(ctx, j.cfg.Stream)
+	if err != nil {
+		return nil, j.unavailable(err)
+	}
+	return s.CachedInfo(), nil
+}
+
+// Subjects returns how many commits each session has, by session id. Subjects that are no
+// session's come back in stray.
+func (j *Journal) Subjects(ctx context.Context) (commits map[string]uint64, stray []string, err error) {
+	s, err := j.js.Stream(ctx, j.cfg.Stream)
+	if err != nil {
+		return nil, nil, j.unavailable(err)
+	}
+	info, err := s.Info(ctx, jetstream.WithSubjectFilter(j.cfg.Prefix+".>"))
+	if err != nil {
+		return nil, nil, j.unavailable(err)
+	}
+	commits = make(map[string]uint64, len(info.State.Subjects))
+	for subject, n := range info.State.Subjects {
+		id, err := j.SessionOfSubject(subject)
+		if err != nil {
+			stray = append(stray, subject)
+			continue
+		}
+		commits[id] = n
+	}
+	return commits, stray, nil
+}

@@ -1,0 +1,34 @@
+package platform
+
+import "time"
+
+// NATSFlags are the flags that say how to reach NATS, for programs whose command line is read
+// by reflection (the tags are kong's).
+type NATSFlags struct {
+	NATS        string        `name:"nats" help:"URL of NATS, several with commas between them." placeholder:"URL" env:"PALIMPSEST_NATS"`
+	Creds       string        `help:"NATS credentials file." placeholder:"FILE" env:"PALIMPSEST_NATS_CREDS"`
+	NKey        string        `name:"nkey" help:"File with an nkey seed." placeholder:"FILE" env:"PALIMPSEST_NATS_NKEY"`
+	TLSCA       string        `name:"tls-ca" help:"PEM file with the authorities that may sign the server's certificate." placeholder:"FILE"`
+	TLSCert     string        `name:"tls-cert" help:"PEM file with the client's certificate." placeholder:"FILE"`
+	TLSKey      string        `name:"tls-key" help:"PEM file with the client's key." placeholder:"FILE"`
+	ConnectWait time.Duration `help:"How long to try to connect at start." default:"10s"`
+}
+
+// Config returns the connection that the flags describe.
+func (f NATSFlags) Config(name string) ConnConfig {
+	return ConnConfig{
+		URL: f.NATS, Name: name, CredsFile: f.Creds, NKeyFile: f.NKey,
+		CAFile: f.TLSCA, CertFile: f.TLSCert, KeyFile: f.TLSKey, ConnectWait: f.ConnectWait,
+	}
+}
+
+// LogFlags are the flags of logging.
+type LogFlags struct {
+	LogFormat string `help:"Log as json or text, to stderr." enum:"json,text" default:"json" env:"PALIMPSEST_LOG_FORMAT"`
+	LogLevel  string `help:"Least level that is logged: debug, info, warn or error." enum:"debug,info,warn,error" default:"info" env:"PALIMPSEST_LOG_LEVEL"`
+}
+
+// Setup makes the flags' logger the default one.
+func (f LogFlags) Setup() error {
+	return SetupLogging(LogConfig{Format: f.LogFormat, Level: f.LogLevel})
+}

@@ -1,0 +1,312 @@
+package projection
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"time"
+
+	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
+	"palimpsest/internal/sessionfile"
+	"palimpsest/internal/snapshot"
+	"palimpsest/internal/surface"
+)
+
+// pollHeads is how often a reader that waits looks at the bucket for another process's heads.
+const pollHeads = 100 * time.Millisecond
+
+// Reader serves what was projected, and the log itself. It is safe for concurrent use.
+type Reader struct {
+	log     *journal.Journal
+	headers *journal.Headers
+	buckets *Buckets
+	heads   *Heads
+}
+
+// NewReader returns a reader. heads may be those of a worker in the same process, or new.
+func NewReader(j *journal.Journal, h *journal.Headers, b *Buckets, heads *Heads) *Reader {
+	return &Reader{j, h, b, heads}
+}
+
+// Journal returns the log.
+func (r *Reader) Journal() *journal.Journal { return r.log }
+
+// Headers returns the session headers.
+func (r *Reader) Headers() *journal.Headers { return r.headers }
+
+// Want says how new a snapshot must be.
+type Want struct {
+	// MinSeq waits until the snapshot holds this seq; NoSeq does not wait.
+	MinSeq events.Seq
+	// Timeout bounds waiting.
+	Timeout time.Duration
+	// Fresh folds what the log holds beyond the head, so that the answer is as new as the log.
+	Fresh bool
+}
+
+// View is a session's snapshot as it is served.
+type View struct {
+	*snapshot.Snapshot
+	// Quarantine is set when the session's log holds something that cannot be folded; the
+	// snapshot is that of the last good commit.
+	Quarantine *Quarantine
+}
+
+// View reads a session's snapshot with all its messages. A session that is not there, one that
+// is not projected yet and an empty one are three different answers: session-not-found,
+// not-yet-projected, and a snapshot at seq -1.
+func (r *Reader) View(ctx context.Context, session string, want Want) (*View, error) {
+	if err := events.CheckSessionID(session); err != nil {
+		return nil, err
+	}
+	h, err := r.headers.Get(ctx, session)
+	if err != nil {
+		return nil, err
+	}
+	if want.MinSeq > events.NoSeq && !want.Fresh {
+		if err := r.await(ctx, session, want.MinSeq, want.Timeout); err != nil {
+			return nil, err
+		}
+	}
+	snap, _, err := r.buckets.Snapshots.Full(ctx, session)
+	if err != nil {
+		return nil, err
+	}
+	if snap == nil && !want.Fresh {
+		last, err := r.log.LeaderLast(ctx, session)
+		if err != nil && !isMalformed(err) {
+			return nil, err
+		}
+		if last != nil || err != nil {
+			if err := r.await(ctx, session, 0, want.Timeout); err != nil {
+				return nil, err
+			}
+			if snap, _, err = r.buckets.Snapshots.Full(ctx, session); err != nil {
+				return nil, err
+			}
+		}
+	}
+	if snap == nil {
+		snap = snapshot.New(session, h.Format, surface.KeepBodies)
+	}
+	v := &View{Snapshot: snap}
+	if v.Quarantine, err = GetQuarantine(ctx, r.buckets.Quarantine, session); err != nil {
+		return nil, err
+	}
+	if want.Fresh && v.Quarantine == nil {
+		if err := r.freshen(ctx, snap); err != nil {
+			return nil, err
+		}
+	}
+	if want.MinSeq > snap.Last() {
+		return nil, notProjected(session, want.MinSeq, snap.Last())
+	}
+	return v, nil
+}
+
+func isMalformed(err error) bool {
+	var m *journal.MalformedError
+	return errors.As(err, &m)
+}
+
+func notProjected(session string, want, have events.Seq) error {
+	return &events.Error{Code: events.CodeNotProjected, Session: session, ExpectedSeq: &want, ActualSeq: &have,
+		Detail: fmt.Sprintf("the projection is at seq %d, not yet at %d; try again, or ask with fresh=true", have, want)}
+}
+
+// freshen folds what the log's leader holds behind a full snapshot.
+func (r *Reader) freshen(ctx context.Context, snap *snapshot.Snapshot) error {
+	return r.log.ReadToEnd(ctx, snap.ID, snap.StreamSeq, func(c *events.Commit) error {
+		if c.First != snap.Next {
+			return &events.Error{Code: events.CodeCorrupt, Session: snap.ID, Seq: &c.First, Detail: fmt.Sprintf("stream sequence %d: expected a commit from seq %d on, found one from %d", c.StreamSeq, snap.Next, c.First)}
+		}
+		return snap.Fold(c, r.log.Vocabulary(), nil)
+	})
+}
+
+// await returns once the session's head holds seq: not-yet-projected when the time is over,
+// session-quarantined when it never will.
+func (r *Reader) await(ctx context.Context, session string, seq events.Seq, timeout time.Duration) error {
+	hit, stop := r.heads.await(session, seq)
+	defer stop()
+	over := time.NewTimer(timeout)
+	defer over.Stop()
+	for pause := 5 * time.Millisecond; ; pause = min(2*pause, pollHeads) {
+		h, _, err := r.buckets.Snapshots.Head(ctx, session)
+		if err != nil {
+			return err
+		}
+		have := events.NoSeq
+		if h != nil {
+			have = h.Seq
+		}
+		if have >= seq {
+			return nil
+		}
+		q, err := GetQuarantine(ctx, r.buckets.Quarantine, session)
+		if err != nil {
+			return err
+		}
+		if q != nil {
+			return &events.Error{Code: events.CodeQuarantined, Session: session, Rule: q.Rule, Seq: q.Seq, ExpectedSeq: &seq, ActualSeq: &have,
+				Detail: "the session is in quarantine and its projection stands still: " + q.Detail}
+		}
+		poll := time.NewTimer(pause)
+		select {
+		case <-hit:
+		case <-poll.C:
+		case <-over.C:
+			poll.Stop()
+			return notProjected(session, seq, have)
+		case <-ctx.Done():
+			poll.Stop()
+			return context.Cause(ctx)
+		}
+		poll.Stop()
+	}
+}
+
+// Range is a part of a session's log.
+type Range struct {
+	From, To events.Seq // inclusive; To may lie beyond the end
+	Types    []string   // none: all
+	Limit    int        // events; 0 for no limit
+	MaxBytes int        // of their lines; 0 for no limit; one event is always given
+}
+
+// Events calls f for the events of a range, in order. next is the seq at which to go on when
+// the limit ended it, NoSeq when the range was read to its end.
+func (r *Reader) Events(ctx context.Context, session string, rg Range, f func(*events.Event, *events.Commit) error) (next events.Seq, err error) {
+	if err := events.CheckSessionID(session); err != nil {
+		return events.NoSeq, err
+	}
+	if _, err := r.headers.Get(ctx, session); err != nil {
+		return events.NoSeq, err
+	}
+	first, err := r.log.Locate(ctx, session, rg.From)
+	if err != nil || first == nil {
+		return events.NoSeq, err
+	}
+	stop := errors.New("stop")
+	next = events.NoSeq
+	given, bytes := 0, 0
+	read := func(c *events.Commit) error {
+		for line, rest := []byte(nil), c.Body; len(rest) > 0; {
+			line, rest = events.CutLine(rest)
+			e := new(events.Event)
+			if err := events.ParseCanonical(e, line, c.Format, r.log.Vocabulary()); err != nil {
+				// The log as it is: an event whose rule is broken is shown all the same.
+				if e.Line == nil {
+					return err
+				}
+			}
+			switch {
+			case e.Seq < rg.From:
+				continue
+			case e.Seq > rg.To:
+				return stop
+			case len(rg.Types) > 0 && !slices.Contains(rg.Types, e.Type):
+				continue
+			case rg.Limit > 0 && given == rg.Limit || rg.MaxBytes > 0 && given > 0 && bytes+len(line) > rg.MaxBytes:
+				next = e.Seq
+				return stop
+			}
+			given++
+			bytes += len(line)
+			if err := f(e, c); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	err = read(first)
+	if err == nil {
+		err = r.log.ReadToEnd(ctx, session, first.StreamSeq, read)
+	}
+	if errors.Is(err, stop) {
+		err = nil
+	}
+	return next, err
+}
+
+// Export writes the session's file: its header and its stored lines.
+func (r *Reader) Export(ctx context.Context, session string, w io.Writer) error {
+	if err := events.CheckSessionID(session); err != nil {
+		return err
+	}
+	h, err := r.headers.Get(ctx, session)
+	if err != nil {
+		return err
+	}
+	return sessionfile.Write(w, h, func(yield func([]byte, error) bool) {
+		stop := errors.New("stop")
+		err := r.log.ReadToEnd(ctx, session, 0, func(c *events.Commit) error {
+			for line, rest := []byte(nil), c.Body; len(rest) > 0; {
+				line, rest = events.CutLine(rest)
+				if !yield(line, nil) {
+					return stop
+				}
+			}
+			return nil
+		})
+		if err != nil && !errors.Is(err, stop) {
+			yield(nil, err)
+		}
+	})
+}
+
+// SessionList is one page of sessions, sorted by id.
+type SessionList struct {
+	Sessions []*events.Header
+	Cursor   string // where the next page starts; "" behind the last one
+}
+
+// Sessions lists sessions: all of them, or the children of one.
+func (r *Reader) Sessions(ctx context.Context, parent, cursor string, limit int) (*SessionList, error) {
+	var ids []string
+	var err error
+	if parent == "" {
+		ids, err = r.headers.List(ctx)
+	} else {
+		ids, err = r.headers.Children(ctx, parent)
+	}
+	if err != nil {
+		return nil, err
+	}
+	slices.Sort(ids)
+	from, _ := slices.BinarySearch(ids, cursor)
+	if cursor != "" && from < len(ids) && ids[from] == cursor {
+		from++
+	}
+	out := new(SessionList)
+	for _, id := range ids[from:] {
+		if len(out.Sessions) == limit {
+			out.Cursor = out.Sessions[limit-1].ID
+			break
+		}
+		h, err := r.headers.Get(ctx, id)
+		if errors.Is(err, events.ErrSessionNotFound) {
+			continue // an index entry whose header never came
+		}
+		if err != nil {
+			return nil, err
+		}
+		out.Sessions = append(out.Sessions, h)
+	}
+	return out, nil
+}
+
+// Quarantined lists the sessions in quarantine.
+func (r *Reader) Quarantined(ctx context.Context) ([]Quarantine, error) {
+	qs, err := ListQuarantine(ctx, r.buckets.Quarantine)
+	slices.SortFunc(qs, func(a, b Quarantine) int {
+		if a.Session < b.Session {
+			return -1
+		}
+		return 1
+	})
+	return qs, err
+}

@@ -1,0 +1,96 @@
+package session
+
+import (
+	"palimpsest/internal/events"
+	"palimpsest/internal/lifecycle"
+)
+
+// Batch is a run of candidates that are to become one commit. Events that were added can be
+// taken back until the batch is committed, so that a refused or lost commit leaves the state
+// as it was. One batch at a time; the state must not be used otherwise meanwhile.
+type Batch struct {
+	s          *State
+	mode       lifecycle.Mode
+	plans      []Plan
+	marks      []mark
+	violations []*events.Error
+}
+
+// mark is what Rewind needs beside the surface's own undo.
+type mark struct {
+	plans, violations int
+	next              events.Seq
+	time              int64
+	digest            events.Digest
+	writer            *Writer
+	life              *lifecycle.State
+}
+
+// Begin starts a batch.
+func (s *State) Begin(mode lifecycle.Mode) *Batch {
+	b := &Batch{s: s, mode: mode}
+	b.Mark()
+	return b
+}
+
+// Mark notes the present point and returns it for Rewind: what follows is one caller's.
+func (b *Batch) Mark() int {
+	b.marks = append(b.marks, mark{len(b.plans), len(b.violations), b.s.Next, b.s.Time, b.s.Digest, b.s.Writer, b.s.Life.Clone()})
+	return len(b.marks) - 1
+}
+
+// Add plans a candidate on top of the batch and takes it in. An error leaves the batch as it was.
+func (b *Batch) Add(e *events.Event) error {
+	p, err := b.s.Plan(e, b.mode)
+	if err != nil {
+		return err
+	}
+	if p.Violation != nil {
+		b.violations = append(b.violations, p.Violation)
+	}
+	b.s.Apply(&p, 0)
+	b.s.Digest = b.s.Digest.Next(e.Line)
+	b.plans = append(b.plans, p)
+	return nil
+}
+
+// Rewind takes back everything that was added since the mark.
+func (b *Batch) Rewind(to int) {
+	m := b.marks[to]
+	for i := len(b.plans) - 1; i >= m.plans; i-- {
+		b.s.Surface.Undo(&b.plans[i].Change)
+	}
+	b.plans, b.violations = b.plans[:m.plans], b.violations[:m.violations]
+	b.s.Next, b.s.Time, b.s.Digest, b.s.Writer, b.s.Life = m.next, m.time, m.digest, m.writer, m.life.Clone()
+	b.marks = b.marks[:to+1]
+}
+
+// Rollback takes everything back.
+func (b *Batch) Rollback() { b.Rewind(0) }
+
+// Len returns how many events the batch holds.
+func (b *Batch) Len() int { return len(b.plans) }
+
+// Violations returns the lifecycle rules that observe mode let through.
+func (b *Batch) Violations() []*events.Error { return b.violations }
+
+// Seal fills a commit in: first and last seq, digest, chain, body. ID, Actor, Time and
+// Format must be set. The events stay speculative until Commit.
+func (b *Batch) Seal(c *events.Commit) {
+	size := 0
+	for i := range b.plans {
+		size += len(b.plans[i].Event.Line) + 1
+	}
+	c.Body = make([]byte, 0, size)
+	for i := range b.plans {
+		c.Body = append(append(c.Body, b.plans[i].Event.Line...), '\n')
+	}
+	c.Session = b.s.ID
+	c.First = b.plans[0].Event.Seq
+	c.Last = b.plans[len(b.plans)-1].Event.Seq
+	c.Digest = b.s.Digest
+	c.Chain = b.s.Chain.NextChain(c)
+}
+
+// Commit makes the batch final, as stored in c.
+func (b *Batch) Commit(c *events.Commit) { b.s.Seal(c) }

@@ -1,0 +1,447 @@
+package snapshot
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"strconv"
+
+	"palimpsest/internal/events"
+	"palimpsest/internal/lifecycle"
+	"palimpsest/internal/session"
+	"palimpsest/internal/surface"
+)
+
+// Bucket is the KV bucket of snapshots.
+const Bucket = "SURFACES"
+
+// layoutVersion is `v` of heads, pages and index pages.
+const layoutVersion = 1
+
+// HeadKey is the key of a session's head: its token.
+func HeadKey(session string) string { return events.Token(session) }
+
+// PageKey is the key of a page.
+func PageKey(token string, n int64) string { return token + "." + strconv.FormatInt(n, 10) }
+
+// IndexKey is the key of an index page.
+func IndexKey(token string, n int64) string { return token + ".i" + strconv.FormatInt(n, 10) }
+
+// Head is a session's head as the bucket holds it.
+type Head struct {
+	V                 int                `json:"v"`
+	Format            events.Format      `json:"format"`
+	Fold              int                `json:"fold"` // version of the fold that made it
+	Session           string             `json:"session"`
+	Seq               events.Seq         `json:"seq"` // of the last event folded; -1 for none
+	StreamSeq         uint64             `json:"streamSeq"`
+	Digest            string             `json:"digest"`
+	Chain             string             `json:"chain"`
+	Time              int64              `json:"time"` // Unix ms, of the last event
+	ReplaceGeneration int64              `json:"replaceGeneration"`
+	NodeCount         int                `json:"nodeCount"`
+	HeadType          string             `json:"headType,omitempty"`
+	Index             []int64            `json:"index"` // numbers of the sealed index pages, in order
+	Pages             []PageEntry        `json:"pages"` // the open index
+	Tail              []PageNode         `json:"tail"`  // the newest nodes
+	NextPage          int64              `json:"nextPage"`
+	Lifecycle         lifecycle.Snapshot `json:"lifecycle"`
+	Writer            *session.Writer    `json:"writer,omitempty"`
+}
+
+// PageEntry is one page in an index.
+type PageEntry struct {
+	N     int64 `json:"n"`
+	Count int   `json:"count"`
+	Seqs  Runs  `json:"seqs"`
+	Bytes int64 `json:"bytes"` // of the data of its events
+}
+
+// IndexPage is an index page as the bucket holds it.
+type IndexPage struct {
+	V     int         `json:"v"`
+	Pages []PageEntry `json:"pages"`
+}
+
+// Page is a page as the bucket holds it.
+type Page struct {
+	V     int        `json:"v"`
+	Nodes []PageNode `json:"nodes"`
+}
+
+// PageNode is one node in a page or a tail.
+type PageNode struct {
+	Seq         events.Seq      `json:"seq"`
+	At          uint64          `json:"at"` // stream sequence of the commit that holds the event
+	Type        string          `json:"type"`
+	Size        int32           `json:"size"` // bytes of the event's data
+	Fingerprint string          `json:"fp,omitempty"`
+	Message     json.RawMessage `json:"message,omitempty"` // absent when the node derives none
+}
+
+func (n *PageNode) fill(to *surface.Node) {
+	to.Seq, to.At, to.Kind, to.Size = n.Seq, n.At, events.SurfaceKind(n.Type), n.Size
+	to.Body = surface.NewBody(n.Message, n.Fingerprint)
+}
+
+// Runs is a list of seqs in surface order, written short: a number stands for itself, [a,b]
+// for a, a+1, … b.
+type Runs []events.Seq
+
+// MarshalJSON writes the short form.
+func (r Runs) MarshalJSON() ([]byte, error) { return appendRuns(nil, r), nil }
+
+func appendRuns(b []byte, seqs []events.Seq) []byte {
+	b = append(b, '[')
+	for i := 0; i < len(seqs); {
+		k := i + 1
+		for k < len(seqs) && seqs[k] == seqs[k-1]+1 {
+			k++
+		}
+		if i > 0 {
+			b = append(b, ',')
+		}
+		if k-i == 1 {
+			b = strconv.AppendInt(b, int64(seqs[i]), 10)
+		} else {
+			b = fmt.Appendf(b, "[%d,%d]", seqs[i], seqs[k-1])
+		}
+		i = k
+	}
+	return append(b, ']')
+}
+
+// UnmarshalJSON reads the short form.
+func (r *Runs) UnmarshalJSON(b []byte) error {
+	var items []json.RawMessage
+	if err := json.Unmarshal(b, &items); err != nil {
+		return err
+	}
+	for _, it := range items {
+		if len(it) > 0 && it[0] == '[' {
+			var ab [2]events.Seq
+			if err := json.Unmarshal(it, &ab); err != nil {
+				return err
+			}
+			if ab[1] < ab[0] || ab[1]-ab[0] > 1<<24 {
+				return fmt.Errorf("run %s: expected [first,last]", it)
+			}
+			for s := ab[0]; s <= ab[1]; s++ {
+				*r = append(*r, s)
+			}
+			continue
+		}
+		var s events.Seq
+		if err := json.Unmarshal(it, &s); err != nil {
+			return err
+		}
+		*r = append(*r, s)
+	}
+	return nil
+}
+
+// KV is one value to be written.
+type KV struct {
+	Key   string
+	Value []byte
+}
+
+// Flush is what a snapshot wants written: first the pages, each created unless it is there
+// already, then the head by compare-and-set; Unreferenced may be deleted some time after.
+type Flush struct {
+	Pages        []KV
+	Head         KV
+	Seq          events.Seq // of the head
+	Unreferenced []string
+	// Overwrite writes pages even where some are: those of a damaged snapshot.
+	Overwrite bool
+}
+
+// Flush returns what must be written so that the bucket holds the present state, and takes
+// for granted that it will be: when writing fails the snapshot must be loaded again. An error
+// names an event whose data, read here for the first time, breaks a rule.
+func (s *Snapshot) Flush() (*Flush, error) {
+	f, err := s.values()
+	if err != nil {
+		return nil, err
+	}
+	s.letGo()
+	s.dropped = nil
+	return f, nil
+}
+
+// Expect returns what the bucket must hold for the present state, for a snapshot that was
+// folded from the log's start and never flushed. It changes nothing.
+func (s *Snapshot) Expect() (*Flush, error) { return s.values() }
+
+func (s *Snapshot) values() (*Flush, error) {
+	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped}
+	token := events.Token(s.ID)
+	if s.unwritten > 0 {
+		pos := 0
+		for g := 0; g <= len(s.groups); g++ {
+			pages := s.pagesOf(g)
+			start := pos
+			for i := range pages {
+				p := &pages[i]
+				if !p.written {
+					v, err := s.appendNodes([]byte(`{"v":1,"nodes":`), pos, p.count)
+					if err != nil {
+						return nil, err
+					}
+					f.Pages = append(f.Pages, KV{PageKey(token, p.n), append(v, '}')})
+				}
+				pos += p.count
+			}
+			if g < len(s.groups) && !s.groups[g].written {
+				v := s.appendEntries([]byte(`{"v":1,"pages":`), start, pages)
+				f.Pages = append(f.Pages, KV{IndexKey(token, s.groups[g].n), append(v, '}')})
+			}
+		}
+	}
+	head, err := s.appendHead(nil)
+	if err != nil {
+		return nil, err
+	}
+	f.Head = KV{token, head}
+	return f, nil
+}
+
+// letGo marks all pages as written and drops the bodies that the bucket has now.
+func (s *Snapshot) letGo() {
+	if s.unwritten == 0 && !s.filled {
+		return
+	}
+	pos := 0
+	for g := 0; g <= len(s.groups); g++ {
+		pages := s.pagesOf(g)
+		for i := range pages {
+			for k := pos; k < pos+pages[i].count && (s.filled || !pages[i].written); k++ {
+				s.Surface.Node(k).Body = nil
+			}
+			pages[i].written = true
+			pos += pages[i].count
+		}
+		if g < len(s.groups) {
+			s.groups[g].written = true
+		}
+	}
+	s.unwritten, s.filled = 0, false
+}
+
+// appendNodes appends count nodes from a position on as a JSON array.
+func (s *Snapshot) appendNodes(b []byte, pos, count int) ([]byte, error) {
+	b = append(b, '[')
+	for i := pos; i < pos+count; i++ {
+		n := s.Surface.Node(i)
+		msg, err := n.Message(s.Format)
+		if err != nil {
+			return nil, err
+		}
+		fp, err := n.Fingerprint(s.Format)
+		if err != nil {
+			return nil, err
+		}
+		if i > pos {
+			b = append(b, ',')
+		}
+		b = append(b, `{"seq":`...)
+		b = strconv.AppendInt(b, int64(n.Seq), 10)
+		b = append(b, `,"at":`...)
+		b = strconv.AppendUint(b, n.At, 10)
+		b = append(append(append(b, `,"type":"`...), n.Kind.Type()...), `","size":`...)
+		b = strconv.AppendInt(b, int64(n.Size), 10)
+		if fp != "" {
+			b = append(append(append(b, `,"fp":"`...), fp...), '"')
+		}
+		if msg != nil {
+			b = append(append(b, `,"message":`...), msg...)
+		}
+		b = append(b, '}')
+	}
+	return append(b, ']'), nil
+}
+
+// appendEntries appends index entries for pages whose first node stands at a position.
+func (s *Snapshot) appendEntries(b []byte, pos int, pages []page) []byte {
+	b = append(b, '[')
+	var seqs []events.Seq
+	for i, p := range pages {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		seqs = seqs[:0]
+		for k := pos; k < pos+p.count; k++ {
+			seqs = append(seqs, s.Surface.Node(k).Seq)
+		}
+		pos += p.count
+		b = fmt.Appendf(b, `{"n":%d,"count":%d,"seqs":`, p.n, p.count)
+		b = appendRuns(b, seqs)
+		b = fmt.Appendf(b, `,"bytes":%d}`, p.bytes)
+	}
+	return append(b, ']')
+}
+
+// appendHead writes the head by hand: encoding/json would read every message in it again.
+func (s *Snapshot) appendHead(b []byte) ([]byte, error) {
+	id, err := json.Marshal(s.ID)
+	if err != nil {
+		return nil, err
+	}
+	b = fmt.Appendf(b, `{"v":%d,"format":%d,"fold":%d,"session":%s,"seq":%d,"streamSeq":%d,"digest":"%s","chain":"%s","time":%d,"replaceGeneration":%d,"nodeCount":%d`,
+		layoutVersion, s.Format, session.FoldVersion, id, s.Last(), s.StreamSeq, s.Digest, s.Chain, s.Time, s.Surface.Generation(), s.Surface.Len())
+	if s.Surface.Len() > 0 {
+		b = fmt.Appendf(b, `,"headType":"%s"`, s.Surface.Node(0).Kind.Type())
+	}
+	b = append(b, `,"index":[`...)
+	openAt := 0
+	for i, g := range s.groups {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = strconv.AppendInt(b, g.n, 10)
+		openAt += g.nodes
+	}
+	b = append(b, `],"pages":`...)
+	b = s.appendEntries(b, openAt, s.open)
+	b = append(b, `,"tail":`...)
+	if b, err = s.appendNodes(b, s.tailAt, s.Surface.Len()-s.tailAt); err != nil {
+		return nil, err
+	}
+	life, err := json.Marshal(s.Life.Snapshot())
+	if err != nil {
+		return nil, err
+	}
+	b = fmt.Appendf(b, `,"nextPage":%d,"lifecycle":%s`, s.nextPage, life)
+	if s.Writer != nil {
+		w, err := json.Marshal(s.Writer)
+		if err != nil {
+			return nil, err
+		}
+		b = append(append(b, `,"writer":`...), w...)
+	}
+	return append(b, '}'), nil
+}
+
+// ParseHead reads a head and checks that it is of a layout that this program knows.
+func ParseHead(b []byte, session string) (*Head, error) {
+	h := new(Head)
+	bad := func(format string, args ...any) error {
+		return &events.Error{Code: events.CodeSnapshotDamaged, Session: session, Detail: "head: " + fmt.Sprintf(format, args...)}
+	}
+	if err := json.Unmarshal(b, h); err != nil {
+		return nil, bad("%v", err)
+	}
+	switch {
+	case h.V != layoutVersion:
+		return nil, bad("layout version: expected %d, found %d", layoutVersion, h.V)
+	case h.Session != session:
+		return nil, bad("session: expected %q, found %q", session, h.Session)
+	case h.Format != events.Format3 && h.Format != events.Format4:
+		return nil, bad("format: expected 3 or 4, found %d", h.Format)
+	case h.Seq < events.NoSeq || h.NodeCount < 0:
+		return nil, bad("seq %d and nodeCount %d: expected no negative numbers", h.Seq, h.NodeCount)
+	}
+	return h, nil
+}
+
+// Restore makes a snapshot of a head and its index pages, given in the head's order.
+func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) {
+	s := &Snapshot{State: &session.State{
+		ID: h.Session, Format: h.Format, Next: h.Seq + 1, StreamSeq: h.StreamSeq, Time: h.Time,
+		Writer: h.Writer, Life: lifecycle.Restore(h.Lifecycle),
+	}, nextPage: h.NextPage}
+	bad := func(format string, args ...any) error { return s.damaged(format, args...) }
+	var err error
+	if s.Digest, err = events.ParseDigest(h.Digest); err != nil {
+		return nil, bad("%v", err)
+	}
+	if s.Chain, err = events.ParseDigest(h.Chain); err != nil {
+		return nil, bad("%v", err)
+	}
+	if len(index) != len(h.Index) {
+		return nil, bad("%d index pages for %d numbers", len(index), len(h.Index))
+	}
+	nodes := make([]surface.Node, 0, h.NodeCount)
+	take := func(entries []PageEntry) (pages []page, count int, err error) {
+		for _, e := range entries {
+			if len(e.Seqs) != e.Count || e.Count == 0 {
+				return nil, 0, bad("page %d: count %d, but %d seqs", e.N, e.Count, len(e.Seqs))
+			}
+			for _, seq := range e.Seqs {
+				nodes = append(nodes, surface.Node{Seq: seq})
+			}
+			pages = append(pages, page{n: e.N, count: e.Count, bytes: e.Bytes, written: true})
+			count += e.Count
+		}
+		return pages, count, nil
+	}
+	for i, ip := range index {
+		g := group{n: h.Index[i], written: true}
+		if g.pages, g.nodes, err = take(ip.Pages); err != nil {
+			return nil, err
+		}
+		s.groups = append(s.groups, g)
+	}
+	if s.open, _, err = take(h.Pages); err != nil {
+		return nil, err
+	}
+	s.tailAt = len(nodes)
+	for i := range h.Tail {
+		var n surface.Node
+		h.Tail[i].fill(&n)
+		s.tailSize += int64(n.Size)
+		nodes = append(nodes, n)
+	}
+	if len(nodes) != h.NodeCount {
+		return nil, bad("nodeCount %d, but %d nodes in index and tail", h.NodeCount, len(nodes))
+	}
+	if len(nodes) > 0 {
+		nodes[0].Kind = events.SurfaceKind(h.HeadType)
+	}
+	s.Surface = surface.Restore(h.Format, keep, h.ReplaceGeneration, nodes)
+	return s, nil
+}
+
+// Pages returns the numbers of all pages in surface order.
+func (s *Snapshot) Pages() []int64 {
+	var out []int64
+	for g := 0; g <= len(s.groups); g++ {
+		for _, p := range s.pagesOf(g) {
+			out = append(out, p.n)
+		}
+	}
+	return out
+}
+
+// Difference says how a value of the bucket differs from what it should be, member by member;
+// "" when it does not.
+func Difference(want, got []byte) string {
+	if bytes.Equal(want, got) {
+		return ""
+	}
+	var a, b map[string]json.RawMessage
+	if err := json.Unmarshal(got, &b); err != nil {
+		return "expected a JSON object: " + err.Error()
+	}
+	if err := json.Unmarshal(want, &a); err != nil {
+		return err.Error()
+	}
+	clip := func(m json.RawMessage) string {
+		if len(m) > 120 {
+			return string(m[:120]) + "…"
+		}
+		return string(m)
+	}
+	for k, v := range a {
+		if !bytes.Equal(v, b[k]) {
+			return fmt.Sprintf("%s: expected %s, found %s", k, clip(v), clip(b[k]))
+		}
+	}
+	for k := range b {
+		if _, ok := a[k]; !ok {
+			return fmt.Sprintf("unexpected member %s", k)
+		}
+	}
+	return "same members in another spelling"
+}
