@@ -20,7 +20,18 @@ type serveCmd struct {
 	Freeze     *bool  `help:"Check events held in memory against what was committed. Default: on unless invariants are off." negatable:""`
 	MaxEvent   int    `help:"Largest event in bytes of its canonical line." default:"8388608"`
 	MaxBody    int64  `help:"Largest request body in bytes." default:"8388608"`
-	CacheBytes int    `help:"Memory for sessions that are kept between appends, in bytes." default:"268435456"`
+	MaxCommit  int    `help:"Largest commit in bytes of its lines; what the server takes in one message is a limit besides." default:"8388608"`
+	MaxHeader  int    `help:"Largest session header in bytes." default:"65536"`
+
+	MaxSessionEvents int64 `help:"Most events of a session." default:"10000000"`
+	MaxSessionBytes  int64 `help:"Most bytes of a session's events." default:"8589934592"`
+
+	GroupEvents  int           `help:"Events of several callers that become one commit at the most." default:"64"`
+	GroupBytes   int           `help:"Bytes of several callers' events that become one commit at the most." default:"262144"`
+	Queue        int           `help:"Appends that may wait for one session; more are refused with 429." default:"1024"`
+	PendingBytes int           `help:"Bytes of events that may wait or be in flight in all; more are refused with 429." default:"67108864"`
+	CacheBytes   int           `help:"Memory for sessions that are kept between appends, in bytes." default:"268435456"`
+	KeyWindow    time.Duration `help:"How long an Idempotency-Key is recognised without an expectedSeq." default:"10m"`
 }
 
 const drainTime = 30 * time.Second
@@ -35,8 +46,14 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return stopAfter(&g, err)
 	}
-	a := s.appender(appender.Config{Invariants: mode, Freeze: c.Freeze, MaxEvent: c.MaxEvent, CacheBytes: c.CacheBytes})
+	a := s.appender(appender.Config{
+		Invariants: mode, Freeze: c.Freeze, MaxEvent: c.MaxEvent, MaxCommit: c.MaxCommit, MaxHeader: c.MaxHeader,
+		MaxSessionEvents: c.MaxSessionEvents, MaxSessionBytes: c.MaxSessionBytes,
+		GroupEvents: c.GroupEvents, GroupBytes: c.GroupBytes, Queue: c.Queue, PendingBytes: c.PendingBytes,
+		CacheBytes: c.CacheBytes, KeyWindow: c.KeyWindow,
+	})
 	g.Add("appender", platform.StopFunc(a.Close))
+	g.Add("services", api.NewAppenderServices(s.conns.Publish[0], a, api.ServiceConfig{}))
 	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: api.NewAppender(a, api.AppenderConfig{MaxBody: c.MaxBody, Ready: s.ready})})
 	g.Add("http", http)
 	g.Add("ready", platform.NewRunner(func(ctx context.Context, ready func()) error {

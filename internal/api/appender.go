@@ -1,19 +1,15 @@
 package api
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"mime"
 	"net/http"
-	"regexp"
+	"slices"
 	"strings"
-
-	"github.com/nats-io/nuid"
 
 	"palimpsest/internal/appender"
 	"palimpsest/internal/events"
@@ -29,28 +25,27 @@ type AppenderConfig struct {
 	Logger *slog.Logger
 }
 
-type appenderAPI struct {
-	a   *appender.Appender
-	cfg AppenderConfig
-}
-
 // NewAppender returns the handler of the appender's API.
 func NewAppender(a *appender.Appender, cfg AppenderConfig) http.Handler {
-	if cfg.MaxBody == 0 {
-		cfg.MaxBody = 8 << 20
-	}
-	if cfg.Logger == nil {
-		cfg.Logger = slog.Default()
-	}
-	s := &appenderAPI{a, cfg}
+	cfg = cfg.withDefaults()
+	o := &appends{a}
 	rt := newRouter(cfg.Logger)
-	rt.handle("POST", "/v1/sessions", s.create)
-	rt.handle("GET", "/v1/sessions/{id}", s.status)
-	rt.handle("POST", "/v1/sessions/{id}/events", s.append)
-	rt.handle("POST", "/v1/sessions/{id}/repair", s.repair)
+	for _, op := range o.operations() {
+		rt.handle(op.method, op.path, overHTTP(op, cfg.MaxBody))
+	}
 	health(rt, cfg.Ready)
 	rt.handle("GET", "/metrics", appenderMetrics(a))
 	return rt
+}
+
+func (c AppenderConfig) withDefaults() AppenderConfig {
+	if c.MaxBody == 0 {
+		c.MaxBody = 8 << 20
+	}
+	if c.Logger == nil {
+		c.Logger = slog.Default()
+	}
+	return c
 }
 
 // health adds the probes: alive, and able to serve.
@@ -68,17 +63,48 @@ func health(rt *router, ready func(context.Context) error) {
 	})
 }
 
+// overHTTP makes an operation a handler.
+func overHTTP(op operation, maxBody int64) handler {
+	return func(w http.ResponseWriter, r *http.Request, session string) error {
+		in := &input{session: session, header: r.Header.Get, query: readQuery(r, op.params...)}
+		if in.query.err != nil {
+			return in.query.err
+		}
+		if op.types != nil {
+			ct, err := contentType(r.Header.Get("Content-Type"), op.types)
+			if err != nil {
+				return err
+			}
+			in.contentType = ct
+			if in.body, err = readBody(w, r, maxBody); err != nil {
+				return err
+			}
+		}
+		out, err := op.do(r.Context(), in)
+		if err != nil {
+			return err
+		}
+		if out.etag != "" {
+			w.Header().Set("ETag", out.etag)
+		}
+		if out.status == http.StatusCreated && out.location != "" {
+			w.Header().Set("Location", out.location)
+		}
+		return writeJSON(w, out.status, out.body)
+	}
+}
+
 // readBody reads a request body up to the limit. One that says that it is larger is refused
 // before it is read.
-func (s *appenderAPI) readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
+func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
 	tooLarge := func(found string) error {
 		w.Header().Set("Connection", "close") // the rest of the body is not worth reading
-		return &events.Error{Code: events.CodeTooLarge, Detail: fmt.Sprintf("request body: expected at most %d bytes, found %s; split the append", s.cfg.MaxBody, found)}
+		return &events.Error{Code: events.CodeTooLarge, Detail: fmt.Sprintf("request body: expected at most %d bytes, found %s; split the append", most, found)}
 	}
-	if r.ContentLength > s.cfg.MaxBody {
+	if r.ContentLength > most {
 		return nil, tooLarge(fmt.Sprint(r.ContentLength))
 	}
-	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, s.cfg.MaxBody))
+	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
 	var max *http.MaxBytesError
 	switch {
 	case errors.As(err, &max):
@@ -89,266 +115,23 @@ func (s *appenderAPI) readBody(w http.ResponseWriter, r *http.Request) ([]byte, 
 	return b, nil
 }
 
-func contentType(r *http.Request) (string, error) {
-	ct := r.Header.Get("Content-Type")
+// contentType checks a Content-Type against those that an operation takes. None at all is JSON.
+func contentType(ct string, accepted []string) (string, error) {
 	if ct == "" {
-		return "application/json", nil
+		return typeJSON, nil
+	}
+	refuse := func(format string, args ...any) error {
+		return &events.Error{Code: events.CodeMediaType, Detail: "Content-Type: " + fmt.Sprintf(format, args...)}
 	}
 	mt, params, err := mime.ParseMediaType(ct)
 	if err != nil {
-		return "", &events.Error{Code: events.CodeMediaType, Detail: fmt.Sprintf("Content-Type %q: %v", ct, err)}
+		return "", refuse("%q: %v", ct, err)
 	}
 	if cs := params["charset"]; cs != "" && !strings.EqualFold(cs, "utf-8") {
-		return "", &events.Error{Code: events.CodeMediaType, Detail: fmt.Sprintf("Content-Type: expected charset utf-8, found %q", cs)}
+		return "", refuse("expected charset utf-8, found %q", cs)
+	}
+	if !slices.Contains(accepted, mt) {
+		return "", refuse("expected %s, found %s", strings.Join(accepted, " or "), mt)
 	}
 	return mt, nil
-}
-
-func (s *appenderAPI) create(w http.ResponseWriter, r *http.Request, _ string) error {
-	if q := readQuery(r); q.err != nil {
-		return q.err
-	}
-	ct, err := contentType(r)
-	if err != nil {
-		return err
-	}
-	if ct != "application/json" {
-		return &events.Error{Code: events.CodeMediaType, Detail: fmt.Sprintf("Content-Type: expected application/json, found %s", ct)}
-	}
-	body, err := s.readBody(w, r)
-	if err != nil {
-		return err
-	}
-	id, header := "", []byte(nil)
-	if len(bytes.TrimSpace(body)) > 0 {
-		members, err := events.SplitObject(body)
-		if err != nil {
-			return err
-		}
-		for k, v := range members {
-			switch k {
-			case "id":
-				if err := json.Unmarshal(v, &id); err != nil {
-					return badRequest("id: expected a string")
-				}
-				if id == "" {
-					return events.CheckSessionID("")
-				}
-			case "header":
-				header = v
-			default:
-				return badRequest(fmt.Sprintf("unknown key %q; expected id and header", k))
-			}
-		}
-	}
-	if id == "" && !headerNames(header) {
-		id = nuid.Next()
-	}
-	h, created, err := s.a.Create(r.Context(), id, header)
-	if err != nil {
-		return err
-	}
-	status := http.StatusOK
-	if created {
-		status = http.StatusCreated
-		w.Header().Set("Location", sessionsPath+pathEscape(h.ID))
-	}
-	return writeJSON(w, status, struct {
-		Session string          `json:"session"`
-		Created bool            `json:"created"`
-		Header  json.RawMessage `json:"header"`
-	}{h.ID, created, h.Raw})
-}
-
-// headerNames reports whether a header carries an id of its own.
-func headerNames(header []byte) bool {
-	if header == nil {
-		return false
-	}
-	m, err := events.SplitObject(header)
-	return err != nil || m["id"] != nil
-}
-
-func (s *appenderAPI) status(w http.ResponseWriter, r *http.Request, id string) error {
-	if q := readQuery(r); q.err != nil {
-		return q.err
-	}
-	st, err := s.a.Status(r.Context(), id)
-	if err != nil {
-		return err
-	}
-	return writeSummary(w, st.Header, st.Summary, nil)
-}
-
-func (s *appenderAPI) append(w http.ResponseWriter, r *http.Request, id string) error {
-	q := readQuery(r, "expectedSeq")
-	req := appender.Request{Session: id, Trace: traceParent(r)}
-	if q.Has("expectedSeq") {
-		n := q.seq("expectedSeq", 0)
-		req.Expected = &n
-	}
-	if q.err != nil {
-		return q.err
-	}
-	if err := expect(&req, r.Header.Get("If-Match")); err != nil {
-		return err
-	}
-	ct, err := contentType(r)
-	if err != nil {
-		return err
-	}
-	read, ok := bodies[ct]
-	if !ok {
-		return &events.Error{Code: events.CodeMediaType, Detail: fmt.Sprintf("Content-Type: expected application/json, application/x-ndjson, application/cloudevents+json or application/cloudevents-batch+json, found %s", ct)}
-	}
-	body, err := s.readBody(w, r)
-	if err != nil {
-		return err
-	}
-	if err := read(s.a, r.Context(), &req, body); err != nil {
-		var e *events.Error
-		if errors.As(err, &e) && e.Session == "" {
-			e.Session = id
-		}
-		return err
-	}
-	receipt, err := s.a.Append(r.Context(), req)
-	if err != nil {
-		return err
-	}
-	w.Header().Set("ETag", fmt.Sprintf(`"%d"`, receipt.LastSeq+1))
-	return writeJSON(w, http.StatusCreated, receipt)
-}
-
-// expect takes the expected seq of a second place where it may stand; both must agree.
-func expect(req *appender.Request, ifMatch string) error {
-	if ifMatch == "" {
-		return nil
-	}
-	n, ok := events.ParseSeq(strings.TrimSuffix(strings.TrimPrefix(ifMatch, `"`), `"`))
-	if !ok || len(ifMatch) < 3 || ifMatch[0] != '"' || ifMatch[len(ifMatch)-1] != '"' {
-		return badRequest(fmt.Sprintf(`If-Match: expected "<next seq>" in double quotes, found %s`, ifMatch))
-	}
-	return agree(&req.Expected, n, "expectedSeq and If-Match")
-}
-
-func agree(into **events.Seq, n events.Seq, what string) error {
-	if *into != nil && **into != n {
-		return badRequest(fmt.Sprintf("%s differ: %d and %d", what, **into, n))
-	}
-	*into = &n
-	return nil
-}
-
-// bodies reads the events of a request, by content type.
-var bodies = map[string]func(*appender.Appender, context.Context, *appender.Request, []byte) error{
-	"application/json": func(_ *appender.Appender, _ context.Context, req *appender.Request, b []byte) error {
-		return readJSONBody(req, b)
-	},
-	"application/x-ndjson": func(_ *appender.Appender, _ context.Context, req *appender.Request, b []byte) error {
-		return readLines(req, b)
-	},
-	"application/cloudevents+json": func(a *appender.Appender, ctx context.Context, req *appender.Request, b []byte) error {
-		return readCloudEvents(a, ctx, req, [][]byte{b})
-	},
-	"application/cloudevents-batch+json": func(a *appender.Appender, ctx context.Context, req *appender.Request, b []byte) error {
-		items, err := events.SplitArray(b)
-		if err != nil {
-			return err
-		}
-		return readCloudEvents(a, ctx, req, items)
-	},
-}
-
-// readJSONBody reads one event, an array of events, or {"events":[…],"expectedSeq":n}.
-func readJSONBody(req *appender.Request, b []byte) error {
-	b = bytes.TrimLeft(b, " \t\r\n")
-	if len(b) > 0 && b[0] == '[' {
-		items, err := events.SplitArray(b)
-		req.Events = items
-		return err
-	}
-	members, err := events.SplitObject(b)
-	if err != nil || members["events"] == nil || members["type"] != nil {
-		// What is wrong with a single event is for the one parser to say.
-		req.Events = [][]byte{b}
-		return nil
-	}
-	for k, v := range members {
-		switch k {
-		case "events":
-			if req.Events, err = events.SplitArray(v); err != nil {
-				return err
-			}
-		case "expectedSeq":
-			n, ok := events.ParseSeq(string(v))
-			if !ok {
-				return badRequest("expectedSeq: expected an integer from 0 to 2^53-1")
-			}
-			if err := agree(&req.Expected, n, "expectedSeq of body and request"); err != nil {
-				return err
-			}
-		default:
-			return badRequest(fmt.Sprintf("unknown key %q; expected events and expectedSeq", k))
-		}
-	}
-	return nil
-}
-
-// readLines reads one event a line; lines end at LF alone, and blank ones are skipped.
-func readLines(req *appender.Request, b []byte) error {
-	for len(b) > 0 {
-		var line []byte
-		line, b = events.CutLine(b)
-		if len(bytes.TrimSpace(line)) > 0 {
-			req.Events = append(req.Events, line)
-		}
-	}
-	return nil
-}
-
-func readCloudEvents(a *appender.Appender, ctx context.Context, req *appender.Request, items [][]byte) error {
-	format, err := a.Format(ctx, req.Session)
-	if err != nil {
-		return err
-	}
-	for i, it := range items {
-		raw, err := events.FromCloudEvent(it, format)
-		if err != nil {
-			var e *events.Error
-			if errors.As(err, &e) {
-				e.Index = &i
-			}
-			return err
-		}
-		req.Events = append(req.Events, raw)
-	}
-	return nil
-}
-
-var traceParentPattern = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$`)
-
-// traceParent is the caller's W3C trace context, "" when it is absent or malformed.
-func traceParent(r *http.Request) string {
-	if t := r.Header.Get("traceparent"); traceParentPattern.MatchString(t) {
-		return t
-	}
-	return ""
-}
-
-func (s *appenderAPI) repair(w http.ResponseWriter, r *http.Request, id string) error {
-	if q := readQuery(r); q.err != nil {
-		return q.err
-	}
-	receipt, err := s.a.Repair(r.Context(), id, "")
-	if err != nil {
-		return err
-	}
-	if receipt == nil {
-		return writeJSON(w, http.StatusOK, map[string]any{"session": id, "repaired": false})
-	}
-	return writeJSON(w, http.StatusCreated, struct {
-		*appender.Receipt
-		Repaired bool `json:"repaired"`
-	}{receipt, true})
 }

@@ -24,6 +24,7 @@ type Problem struct {
 	Seq         *events.Seq `json:"seq,omitempty"`
 	ExpectedSeq *events.Seq `json:"expectedSeq,omitempty"`
 	ActualSeq   *events.Seq `json:"actualSeq,omitempty"`
+	Epoch       *events.Seq `json:"epoch,omitempty"` // the session's current writer epoch
 	Commit      string      `json:"commit,omitempty"`
 }
 
@@ -43,6 +44,10 @@ var kinds = map[events.Code]struct {
 	events.CodeSessionNotFound: {http.StatusNotFound, "No such session"},
 	events.CodeSessionExists:   {http.StatusConflict, "The session exists with another header"},
 	events.CodeSessionPending:  {http.StatusConflict, "The session is not complete yet"},
+	events.CodeFenced:          {http.StatusConflict, "Another writer has the session"},
+	events.CodeKeyReused:       {http.StatusUnprocessableEntity, "The idempotency key was used for other events"},
+	events.CodeOpenTurn:        {http.StatusConflict, "A turn is open there"},
+	events.CodeSplitsToolPair:  {http.StatusUnprocessableEntity, "A tool call would be separated from its result"},
 	events.CodeNotProjected:    {http.StatusGatewayTimeout, "Not yet projected"},
 	events.CodeQuarantined:     {http.StatusConflict, "The session is in quarantine"},
 	events.CodeOutcomeUnknown:  {http.StatusServiceUnavailable, "The outcome is unknown"},
@@ -68,7 +73,7 @@ func ProblemOf(err error) Problem {
 	p := Problem{
 		Type: "urn:palimpsest:problem:" + string(e.Code), Title: k.title, Status: k.status, Detail: e.Detail,
 		Code: e.Code, Rule: e.Rule, Index: e.Index, Session: e.Session, Seq: e.Seq,
-		ExpectedSeq: e.ExpectedSeq, ActualSeq: e.ActualSeq, Commit: e.Commit,
+		ExpectedSeq: e.ExpectedSeq, ActualSeq: e.ActualSeq, Epoch: e.Epoch, Commit: e.Commit,
 	}
 	if e.Rule == events.RuleJSONMalformed {
 		p.Status = http.StatusBadRequest

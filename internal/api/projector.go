@@ -181,19 +181,20 @@ func (s *projectorAPI) session(w http.ResponseWriter, r *http.Request, id string
 	if err != nil {
 		return err
 	}
-	return writeSummary(w, h, v.Summary(), v.Quarantine)
+	out := summaryOf(h, v.Summary(), v.Quarantine)
+	w.Header().Set("ETag", out.etag)
+	return writeJSON(w, out.status, out.body)
 }
 
-// writeSummary answers what is known of a session: to the end of its log by an appender, as
-// far as it is projected by a projector.
-func writeSummary(w http.ResponseWriter, h *events.Header, sum session.Summary, q *projection.Quarantine) error {
-	w.Header().Set("ETag", fmt.Sprintf(`"%d"`, sum.NextSeq))
-	return writeJSON(w, http.StatusOK, struct {
+// summaryOf answers what is known of a session: to the end of its log by an appender, as far
+// as it is projected by a projector.
+func summaryOf(h *events.Header, sum session.Summary, q *projection.Quarantine) *output {
+	return &output{status: http.StatusOK, etag: fmt.Sprintf(`"%d"`, sum.NextSeq), body: struct {
 		Session string          `json:"session"`
 		Header  json.RawMessage `json:"header"`
 		session.Summary
 		Quarantine *projection.Quarantine `json:"quarantine,omitempty"`
-	}{h.ID, h.Raw, sum, q})
+	}{h.ID, h.Raw, sum, q}}
 }
 
 // rangeOf reads which part of a log is asked for.

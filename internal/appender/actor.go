@@ -1,12 +1,12 @@
 package appender
 
 import (
-	"bytes"
 	"container/list"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 
 	"github.com/nats-io/nuid"
 
@@ -24,6 +24,7 @@ type work struct {
 	Request
 	ctx     context.Context
 	inspect func(*actor) // looks at the state instead of appending
+	size    int          // bytes of Events
 
 	// Set by the actor before it closes done.
 	receipt *Receipt
@@ -51,6 +52,7 @@ type actor struct {
 	size  int           // as counted in Appender.bytes
 
 	state *session.State // nil until loaded, and whenever it cannot be trusted
+	keys  *keyWindow     // nil until an append with an idempotency key comes
 }
 
 // run works until the queue is empty.
@@ -65,6 +67,7 @@ func (s *actor) run() {
 			continue
 		}
 		s.do(group)
+		s.a.release(group)
 	}
 }
 
@@ -74,6 +77,7 @@ func (s *actor) do(group []*work) {
 	defer cancel()
 	fresh := s.state == nil // as new as the log's end when it was loaded just now
 	if fresh {
+		s.keys = nil
 		if err := s.a.load(ctx, s, false); err != nil {
 			for _, w := range group {
 				w.finish(nil, err)
@@ -109,16 +113,28 @@ func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*w
 	batch := s.state.Begin(s.a.cfg.Invariants)
 	var in []*share
 	for i, w := range group {
-		sh, err := s.plan(batch, w)
+		if in != nil && w.Key != "" && sharesKey(in, w.Key) {
+			again = append(again, w) // to be recognised once the other is committed
+			continue
+		}
+		r, err := s.recognise(ctx, w)
+		if r != nil {
+			w.finish(r, nil)
+			continue
+		}
+		var sh *share
+		if err == nil {
+			sh, err = s.plan(ctx, batch, w)
+		}
 		if err != nil && !*fresh && judged(err) {
 			// What was found wrong may be so only because others appended meanwhile.
 			batch.Rollback()
 			*fresh = true
 			if _, err := s.catchUp(ctx); err != nil {
-				s.fail(group[i:], err)
-				return s.waiting(in, nil)
+				s.fail(append(s.waiting(in, group[i:]), again...), err)
+				return nil
 			}
-			return s.waiting(in, group[i:])
+			return append(s.waiting(in, group[i:]), again...)
 		}
 		switch {
 		case err != nil && w.Expected != nil:
@@ -133,12 +149,23 @@ func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*w
 		}
 	}
 	if len(in) == 0 {
-		return nil
+		return again
 	}
+	return append(s.publish(ctx, batch, in, fresh), again...)
+}
+
+// publish stores the batch as one commit and answers the callers whose shares it holds. It
+// returns those that are to be tried again.
+func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, fresh *bool) (again []*work) {
 	first := in[0].w
 	c := &events.Commit{ID: nuid.Next(), Actor: first.Actor, Time: events.FormatTime(s.a.cfg.Now()), Format: s.state.Format, Trace: first.Trace}
 	if c.Actor == "" {
 		c.Actor = events.NoActor
+	}
+	for _, sh := range in {
+		if sh.w.Key != "" {
+			c.Appends = append(c.Appends, events.AppendSpan{Key: sh.w.Key, First: sh.first, Last: sh.last})
+		}
 	}
 	batch.Seal(c)
 	dup, err := s.a.log.Publish(ctx, c, s.state.StreamSeq)
@@ -146,11 +173,12 @@ func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*w
 	switch {
 	case err == nil:
 		batch.Commit(c)
+		s.keys.add(c)
 		s.a.stats.Commits.Add(1)
 		s.a.stats.Events.Add(int64(c.Last - c.First + 1))
 		for _, sh := range in {
 			s.report(sh)
-			sh.w.finish(&Receipt{Session: s.id, FirstSeq: sh.first, LastSeq: sh.last, Commit: c.ID, Duplicate: dup, Digest: c.Digest.String(), Violations: sh.violations}, nil)
+			sh.w.finish(&Receipt{Session: s.id, FirstSeq: sh.first, LastSeq: sh.last, Commit: c.ID, Duplicate: dup, Digest: c.Digest.String(), Violations: sh.violations, Warnings: sh.warnings}, nil)
 		}
 		return nil
 	case errors.As(err, &conflict):
@@ -176,6 +204,11 @@ type share struct {
 	w           *work
 	first, last events.Seq
 	violations  []*Violation
+	warnings    []string
+}
+
+func sharesKey(in []*share, key string) bool {
+	return slices.ContainsFunc(in, func(sh *share) bool { return sh.w.Key == key })
 }
 
 func (s *actor) waiting(in []*share, rest []*work) []*work {
@@ -202,12 +235,19 @@ func judged(err error) bool {
 	case events.RuleJSONMalformed, events.RuleEnvelopeMalformed, events.RuleUnknownType, events.RuleMessageMalformed:
 		return false
 	}
-	return e.Code == events.CodeRuleViolation || e.Code == events.CodeInvariant || e.Code == events.CodeSeqConflict
+	switch e.Code {
+	case events.CodeRuleViolation, events.CodeInvariant, events.CodeSeqConflict, events.CodeFenced, events.CodeSplitsToolPair:
+		return true
+	}
+	return false
 }
 
 // plan adds one caller's events to the batch, all or none. A nil share without an error means
 // that there is nothing to append.
-func (s *actor) plan(batch *session.Batch, w *work) (*share, error) {
+func (s *actor) plan(ctx context.Context, batch *session.Batch, w *work) (*share, error) {
+	if err := s.fence(w); err != nil {
+		return nil, err
+	}
 	if w.Expected != nil && *w.Expected != s.state.Next {
 		next, want := s.state.Next, *w.Expected
 		return nil, &events.Error{Code: events.CodeSeqConflict, Session: s.id, ExpectedSeq: &want, ActualSeq: &next,
@@ -215,44 +255,97 @@ func (s *actor) plan(batch *session.Batch, w *work) (*share, error) {
 	}
 	raws := w.Events
 	if w.derive != nil {
-		if raws = w.derive(s); raws == nil {
-			return nil, nil
+		var err error
+		if raws, err = w.derive(ctx, s); raws == nil {
+			return nil, err
 		}
 	}
 	at := batch.Mark()
 	sh := &share{w: w, first: s.state.Next}
 	seen := len(batch.Violations())
-	n := len(raws) + len(w.Parsed)
 	size := 0
-	for i := range n {
+	for i := range len(raws) + len(w.Parsed) {
 		e, err := s.event(w, raws, i)
 		if err == nil {
-			err = s.add(batch, e)
+			err = s.add(ctx, batch, e)
 		}
 		if err == nil {
-			if size += len(e.Line) + 1; size > s.a.log.MaxCommit() {
-				err = &events.Error{Code: events.CodeTooLarge, Detail: fmt.Sprintf("the append has more than %d bytes, which is what one commit can hold; split it", s.a.log.MaxCommit())}
+			if size += len(e.Line) + 1; size > s.a.maxCommit() {
+				err = &events.Error{Code: events.CodeTooLarge, Detail: fmt.Sprintf("the append has more than %d bytes, which is what one commit can hold; split it", s.a.maxCommit())}
 			}
 		}
 		if err != nil {
 			batch.Rewind(at)
-			var e *events.Error
-			if errors.As(err, &e) {
-				c := *e
-				c.Session = s.id
-				if w.derive == nil {
-					c.Index = &i
-				}
-				err = &c
-			}
-			return nil, err
+			return nil, s.at(w, i, err)
 		}
 	}
+	if err := s.quota(sh); err != nil {
+		batch.Rewind(at)
+		return nil, err
+	}
 	sh.last = s.state.Next - 1
+	sh.warnings = append(sh.warnings, s.near("the append", int64(size), int64(s.a.maxCommit()), "bytes of a commit")...)
 	for _, v := range batch.Violations()[seen:] {
 		sh.violations = append(sh.violations, &Violation{Rule: v.Rule, Seq: *v.Seq, Detail: v.Detail})
 	}
 	return sh, nil
+}
+
+// at says in an error which session and which event of the request it is about.
+func (s *actor) at(w *work, i int, err error) error {
+	var e *events.Error
+	if !errors.As(err, &e) {
+		return err
+	}
+	c := *e
+	c.Session = s.id
+	if w.derive == nil {
+		c.Index = &i
+	}
+	return &c
+}
+
+// fence refuses whoever is not the session's writer (any more). An append without an epoch
+// may say instead at which seq it wants to be: then it cannot overlook another's events.
+func (s *actor) fence(w *work) error {
+	if w.takesFence {
+		return nil
+	}
+	current := s.state.Epoch()
+	switch {
+	case w.Epoch != nil && *w.Epoch != current:
+		return &events.Error{Code: events.CodeFenced, Session: s.id, Epoch: &current,
+			Detail: fmt.Sprintf("the writer's epoch is %d, the session is at epoch %d; stop writing, or become its writer anew", *w.Epoch, current)}
+	case w.Epoch == nil && w.Expected == nil && s.state.Writer != nil:
+		return &events.Error{Code: events.CodeFenced, Session: s.id, Epoch: &current,
+			Detail: fmt.Sprintf("the session has a writer (%q, epoch %d); an append needs its epoch or an expectedSeq", s.state.Writer.ID, current)}
+	}
+	return nil
+}
+
+// quota refuses what would make the session larger than it may be, and warns at 80 %.
+func (s *actor) quota(sh *share) error {
+	for _, q := range []struct {
+		have, most int64
+		unit       string
+	}{
+		{int64(s.state.Next), s.a.cfg.MaxSessionEvents, "events of a session"},
+		{s.state.LogBytes, s.a.cfg.MaxSessionBytes, "bytes of a session"},
+	} {
+		if q.have > q.most {
+			return &events.Error{Code: events.CodeTooLarge, Session: s.id, Detail: fmt.Sprintf("the append would make %d %s, at most %d are allowed; fork the session at its last turn", q.have, q.unit, q.most)}
+		}
+		sh.warnings = append(sh.warnings, s.near("the session", q.have, q.most, q.unit)...)
+	}
+	return nil
+}
+
+// near warns of a limit of which 80 % are used.
+func (s *actor) near(who string, have, most int64, unit string) []string {
+	if have < most/10*8 {
+		return nil
+	}
+	return []string{fmt.Sprintf("%s has %d of at most %d %s", who, have, most, unit)}
 }
 
 // event makes the i-th event of a request, for the session's next seq.
@@ -270,22 +363,22 @@ func (s *actor) event(w *work, raws [][]byte, i int) (*events.Event, error) {
 	if most := min(s.a.cfg.MaxEvent, s.a.log.MaxCommit()-1); len(e.Line) > most {
 		return nil, &events.Error{Code: events.CodeTooLarge, Detail: fmt.Sprintf("the event has %d bytes, at most %d are taken (the smaller of the configured maximum %d and what the server takes, %d)", len(e.Line), most, s.a.cfg.MaxEvent, s.a.log.MaxCommit()-1)}
 	}
+	if e.Type == "session/writer" && e.Kind != events.KindOpaque && !w.takesFence {
+		return nil, &events.Error{Code: events.CodeFenced, Detail: "session/writer is appended by POST …/writer alone, which gives it the next epoch"}
+	}
 	return e, nil
 }
 
 // add plans an event on top of the batch. Nodes whose details are not in memory are looked up
 // in the log.
-func (s *actor) add(batch *session.Batch, e *events.Event) error {
+func (s *actor) add(ctx context.Context, batch *session.Batch, e *events.Event) error {
 	for {
 		err := batch.Add(e)
 		var missing *surface.MissingError
 		if !errors.As(err, &missing) {
 			return err
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), s.a.cfg.LoadTimeout)
-		err = s.fillNode(ctx, s.state.Surface.Node(missing.Position))
-		cancel()
-		if err != nil {
+		if err := s.fillNode(ctx, s.state.Surface.Node(missing.Position)); err != nil {
 			return err
 		}
 	}
@@ -381,6 +474,9 @@ func (s *actor) fold(ctx context.Context, c *events.Commit) error {
 			} else {
 				err = nil
 			}
+		case err == nil:
+			s.keys.add(c)
+			return nil
 		default:
 			return err
 		}
@@ -418,69 +514,20 @@ func (s *actor) absorb(ctx context.Context, conflict *journal.ConflictError) err
 	return nil
 }
 
-// duplicateOf answers an append whose expectedSeq has been passed: when the same events lie
-// at those seqs already, the original receipt; else the conflict.
-func (s *actor) duplicateOf(ctx context.Context, w *work, refusal error) (*Receipt, error) {
-	if !errors.Is(refusal, events.ErrSeqConflict) || *w.Expected >= s.state.Next || w.derive != nil || w.Parsed != nil {
-		return nil, refusal
-	}
-	first, err := s.a.log.Locate(ctx, s.id, *w.Expected)
-	if err != nil {
-		return nil, err
-	}
-	if first == nil {
-		return nil, refusal
-	}
-	next, last := *w.Expected, first
-	same := func(c *events.Commit) (done bool) {
-		for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-			line, rest = events.CutLine(rest)
-			var stored events.Event
-			if events.ParseCanonical(&stored, line, s.state.Format, s.a.log.Vocabulary()) != nil {
-				return true
-			}
-			if stored.Seq < next {
-				continue
-			}
-			given, err := events.Parse(w.Events[next-*w.Expected], events.Context{
-				Format: s.state.Format, Vocabulary: s.a.log.Vocabulary(), Next: next, Now: stored.Time})
-			if err != nil || !bytes.Equal(given.Line, line) {
-				return true
-			}
-			if last, next = c, next+1; next == *w.Expected+events.Seq(len(w.Events)) {
-				return true
-			}
-		}
-		return false
-	}
-	if !same(first) {
-		stop := errors.New("stop")
-		err := s.a.log.LeaderTail(ctx, s.id, first.StreamSeq, func(c *events.Commit) error {
-			if same(c) {
-				return stop
-			}
-			return nil
-		})
-		if err != nil && err != stop {
-			return nil, err
-		}
-	}
-	if next != *w.Expected+events.Seq(len(w.Events)) {
-		return nil, refusal
-	}
-	return &Receipt{Session: s.id, FirstSeq: *w.Expected, LastSeq: next - 1, Commit: last.ID, Duplicate: true, Digest: last.Digest.String()}, nil
-}
-
 // closers are the events that repair appends: a new epoch when the session has a writer, so
 // that a writer that is thought dead cannot go on behind the repair, and then the closers.
-func (s *actor) closers() [][]byte {
+func (s *actor) closers(context.Context) ([][]byte, error) {
 	life := s.state.Life
 	next := s.state.Next
 	closers := life.Closers(s.state.Format, next, s.state.Time)
 	if closers == nil || s.state.Writer == nil {
-		return closers
+		return closers, nil
 	}
-	fence := fmt.Appendf(nil, `{"type":"session/writer","seq":%d,"time":%d,"ignorable":true,"data":{"writer":"repair","epoch":%d}}`,
-		next, s.state.Time, s.state.Writer.Epoch+1)
-	return append([][]byte{fence}, life.Closers(s.state.Format, next+1, s.state.Time)...)
+	return append([][]byte{s.fenceEvent("repair", s.state.Time)}, life.Closers(s.state.Format, next+1, s.state.Time)...), nil
+}
+
+// fenceEvent is the session/writer event that makes somebody the session's writer.
+func (s *actor) fenceEvent(writer string, time int64) []byte {
+	return fmt.Appendf(nil, `{"type":"session/writer","seq":%d,"time":%d,"ignorable":true,"data":{"writer":%s,"epoch":%d}}`,
+		s.state.Next, time, events.Quote(writer), s.state.Epoch()+1)
 }

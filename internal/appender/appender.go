@@ -11,6 +11,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+	"unicode/utf8"
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
@@ -34,6 +35,20 @@ type Config struct {
 	GroupEvents, GroupBytes int
 	// Queue is how many appends may wait for one session. Defaults to 1024.
 	Queue int
+	// PendingBytes bounds the events of all appends that wait or are in flight. Defaults to
+	// 64 MiB.
+	PendingBytes int
+	// MaxCommit is the largest commit in bytes of its lines. Defaults to 8 MiB; what the server
+	// takes in one message is a limit besides.
+	MaxCommit int
+	// MaxHeader is the largest session header in bytes. Defaults to 64 KiB.
+	MaxHeader int
+	// MaxSessionEvents and MaxSessionBytes bound a session: events, and bytes of their
+	// canonical lines. Default to 10 million and 8 GiB.
+	MaxSessionEvents, MaxSessionBytes int64
+	// KeyWindow is how long an idempotency key is recognised without an expectedSeq.
+	// Defaults to 10 minutes.
+	KeyWindow time.Duration
 	// CacheBytes bounds the memory of sessions that are kept between appends. Defaults to 256 MiB.
 	CacheBytes int
 	// LoadTimeout bounds loading a session's state. Defaults to 30 s.
@@ -61,6 +76,18 @@ func (c Config) withDefaults() Config {
 	num(&c.GroupEvents, 64)
 	num(&c.GroupBytes, 256<<10)
 	num(&c.Queue, 1024)
+	num(&c.PendingBytes, 64<<20)
+	num(&c.MaxCommit, 8<<20)
+	num(&c.MaxHeader, 64<<10)
+	if c.MaxSessionEvents == 0 {
+		c.MaxSessionEvents = 10_000_000
+	}
+	if c.MaxSessionBytes == 0 {
+		c.MaxSessionBytes = 8 << 30
+	}
+	if c.KeyWindow == 0 {
+		c.KeyWindow = 10 * time.Minute
+	}
 	num(&c.CacheBytes, 256<<20)
 	if c.LoadTimeout == 0 {
 		c.LoadTimeout = 30 * time.Second
@@ -86,6 +113,7 @@ type Appender struct {
 	sessions map[string]*actor
 	idle     list.List // of *actor, most recently used first: those without work
 	bytes    int       // of all loaded states
+	pending  int       // bytes of events that wait or are in flight
 	closed   bool
 	running  sync.WaitGroup
 }
@@ -138,8 +166,8 @@ func (a *Appender) Create(ctx context.Context, id string, header []byte) (h *eve
 	if err != nil {
 		return nil, false, err
 	}
-	if max := 64 << 10; len(want.Raw) > max {
-		return nil, false, &events.Error{Code: events.CodeTooLarge, Session: id, Detail: fmt.Sprintf("session header: expected at most %d bytes, found %d", max, len(want.Raw))}
+	if err := a.checkHeader(want); err != nil {
+		return nil, false, err
 	}
 	stored, created, err := a.headers.Create(ctx, want)
 	if err != nil {
@@ -150,6 +178,16 @@ func (a *Appender) Create(ctx context.Context, id string, header []byte) (h *eve
 	}
 	return stored, created, nil
 }
+
+func (a *Appender) checkHeader(h *events.Header) error {
+	if most := min(a.cfg.MaxHeader, a.log.MaxCommit()); len(h.Raw) > most {
+		return &events.Error{Code: events.CodeTooLarge, Session: h.ID, Detail: fmt.Sprintf("session header: expected at most %d bytes, found %d", most, len(h.Raw))}
+	}
+	return nil
+}
+
+// maxCommit is how many bytes the lines of one commit may have.
+func (a *Appender) maxCommit() int { return min(a.cfg.MaxCommit, a.log.MaxCommit()) }
 
 func clip(b []byte) string {
 	if len(b) > 300 {
@@ -179,6 +217,8 @@ type Request struct {
 	Expected *events.Seq
 	// Epoch is the writer's epoch; nil when the caller gave none.
 	Epoch *events.Seq
+	// Key is the caller's idempotency key, "" for none.
+	Key string
 	// Actor is the authenticated caller, "" when there is none.
 	Actor string
 	// Trace is the W3C traceparent that the commit carries.
@@ -189,8 +229,10 @@ type Request struct {
 	// EmptyCallID accepts tool results with an empty callId, as import does.
 	EmptyCallID bool
 
-	// derive makes the events from the state, for repair.
-	derive func(*actor) [][]byte
+	// derive makes the events from the state; no events and no error: nothing is to be done.
+	derive func(context.Context, *actor) ([][]byte, error)
+	// takesFence lets the request through whoever the session's writer is.
+	takesFence bool
 }
 
 // Receipt says where an append was stored.
@@ -204,6 +246,8 @@ type Receipt struct {
 	Digest string `json:"digest"`
 	// Violations are the lifecycle rules that the append breaks and observe mode let through.
 	Violations []*Violation `json:"violations,omitempty"`
+	// Warnings say which limits are used by 80 % or more.
+	Warnings []string `json:"warnings,omitempty"`
 }
 
 // Violation is one broken lifecycle rule.
@@ -222,7 +266,13 @@ func (a *Appender) Append(ctx context.Context, r Request) (*Receipt, error) {
 	if len(r.Events)+len(r.Parsed) == 0 && r.derive == nil {
 		return nil, &events.Error{Code: events.CodeBadRequest, Session: r.Session, Detail: "expected at least one event, found none"}
 	}
+	if err := checkKey(r.Key); err != nil {
+		return nil, err
+	}
 	w := &work{Request: r, ctx: ctx, done: make(chan struct{})}
+	for _, e := range r.Events {
+		w.size += len(e)
+	}
 	if err := a.enqueue(w); err != nil {
 		return nil, err
 	}
@@ -239,7 +289,32 @@ func (a *Appender) Repair(ctx context.Context, session, actorName string) (*Rece
 	if _, err := a.headers.Get(ctx, session); err != nil {
 		return nil, err
 	}
-	return a.Append(ctx, Request{Session: session, Actor: actorName, derive: (*actor).closers})
+	return a.Append(ctx, Request{Session: session, Actor: actorName, takesFence: true, derive: func(ctx context.Context, s *actor) ([][]byte, error) { return s.closers(ctx) }})
+}
+
+// Fence is what became of a request to be a session's writer.
+type Fence struct {
+	*Receipt
+	Writer string     `json:"writer"`
+	Epoch  events.Seq `json:"epoch"`
+}
+
+// TakeWriter makes somebody the session's writer: whoever was it before is refused from then
+// on. With expected the session must be at that seq.
+func (a *Appender) TakeWriter(ctx context.Context, id, writer string, expected *events.Seq, actorName string) (*Fence, error) {
+	if writer == "" || len(writer) > events.MaxSessionID || !utf8.ValidString(writer) {
+		return nil, &events.Error{Code: events.CodeBadRequest, Session: id, Detail: fmt.Sprintf("writer: expected 1 to %d bytes of UTF-8, found %q", events.MaxSessionID, clip([]byte(writer)))}
+	}
+	f := &Fence{Writer: writer}
+	r, err := a.Append(ctx, Request{Session: id, Expected: expected, Actor: actorName, takesFence: true, derive: func(_ context.Context, s *actor) ([][]byte, error) {
+		f.Epoch = s.state.Epoch() + 1
+		return [][]byte{s.fenceEvent(writer, a.cfg.Now().UnixMilli())}, nil
+	}})
+	f.Receipt = r
+	if err != nil {
+		return nil, err
+	}
+	return f, nil
 }
 
 // Status is what an appender knows of a session.
@@ -281,6 +356,10 @@ func (a *Appender) enqueue(w *work) error {
 	if len(s.queue) >= a.cfg.Queue {
 		return &events.Error{Code: events.CodeOverloaded, Session: w.Session, Detail: fmt.Sprintf("%d appends wait for this session already; try again later", len(s.queue))}
 	}
+	if a.pending+w.size > a.cfg.PendingBytes && a.pending > 0 {
+		return &events.Error{Code: events.CodeOverloaded, Session: w.Session, Detail: fmt.Sprintf("%d bytes of appends are waiting already; try again later", a.pending)}
+	}
+	a.pending += w.size
 	s.queue = append(s.queue, w)
 	if !s.busy {
 		s.busy = true
@@ -305,7 +384,7 @@ func (a *Appender) rest(s *actor) bool {
 	s.busy = false
 	size := 0
 	if s.state != nil {
-		size = s.state.Bytes() + 512
+		size = s.state.Bytes() + s.keys.bytes() + 512
 	}
 	a.bytes += size - s.size
 	s.size = size
@@ -331,9 +410,7 @@ func (a *Appender) take(s *actor) []*work {
 	for n < len(s.queue) {
 		w := s.queue[n]
 		count += len(w.Events) + len(w.Parsed)
-		for _, e := range w.Events {
-			size += len(e)
-		}
+		size += w.size
 		if n > 0 && (w.solitary() || s.queue[0].solitary() || w.Actor != s.queue[0].Actor ||
 			count > a.cfg.GroupEvents || size > a.cfg.GroupBytes) {
 			break
@@ -343,6 +420,15 @@ func (a *Appender) take(s *actor) []*work {
 	out := s.queue[:n:n]
 	s.queue = s.queue[n:]
 	return out
+}
+
+// release takes work that is done off the count of what is pending.
+func (a *Appender) release(group []*work) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, w := range group {
+		a.pending -= w.size
+	}
 }
 
 // load reads a session's state: from its head and what the log holds behind it, or from the

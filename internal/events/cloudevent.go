@@ -1,6 +1,8 @@
 package events
 
 import (
+	"bytes"
+	"encoding/json"
 	"fmt"
 	"strconv"
 	"strings"
@@ -200,6 +202,18 @@ func SplitObject(raw []byte) (map[string][]byte, error) {
 	out := map[string][]byte{}
 	eachMember(b, func(k, v []byte) bool { out[string(unescape(nil, k))] = v; return true })
 	return out, nil
+}
+
+// Marshal is json.Marshal without changing the tokens of raw parts: encoding/json would escape
+// <, > and & in them.
+func Marshal(v any) ([]byte, error) {
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(v); err != nil {
+		return nil, err
+	}
+	return bytes.TrimRight(b.Bytes(), "\n"), nil
 }
 
 // ParseSeq reads a seq in decimal, as in a query parameter.

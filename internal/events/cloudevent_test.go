@@ -157,6 +157,15 @@ func TestSplit(t *testing.T) {
 	}
 }
 
+func TestMarshalKeepsRawParts(t *testing.T) {
+	t.Parallel()
+	raw := json.RawMessage("{\"a\":\"<&>\\ud800\u2028\",\"n\":1.10}")
+	got, err := events.Marshal(map[string]any{"raw": raw, "text": "<"})
+	if want := `{"raw":` + string(raw) + `,"text":"<"}`; err != nil || string(got) != want {
+		t.Errorf("got %s (%v), want %s", got, err, want)
+	}
+}
+
 func TestParseSeq(t *testing.T) {
 	t.Parallel()
 	if n, ok := events.ParseSeq("42"); !ok || n != 42 {

@@ -21,6 +21,10 @@ const (
 	CodeSessionNotFound Code = "session-not-found"
 	CodeSessionExists   Code = "session-exists"
 	CodeSessionPending  Code = "session-pending"
+	CodeFenced          Code = "fenced" // the caller is not the session's writer (any more); Error.Epoch is the current one
+	CodeKeyReused       Code = "key-reused"
+	CodeOpenTurn        Code = "open-turn"
+	CodeSplitsToolPair  Code = "splits-tool-pair"
 	CodeNotProjected    Code = "not-yet-projected"
 	CodeQuarantined     Code = "session-quarantined"
 	CodeOutcomeUnknown  Code = "outcome-unknown"
@@ -80,6 +84,7 @@ type Error struct {
 	Seq         *Seq   // seq of the event in question
 	ExpectedSeq *Seq   // what the caller said or the rule wanted
 	ActualSeq   *Seq   // the session's actual next seq
+	Epoch       *Seq   // the session's current writer epoch, where the caller's is refused
 	Commit      string // commit id, where an outcome is unknown
 	Cause       error  // what lies below, for errors.Is and logs; not shown to callers
 }
@@ -116,6 +121,8 @@ var (
 	ErrSeqConflict     = &Error{Code: CodeSeqConflict}
 	ErrSessionNotFound = &Error{Code: CodeSessionNotFound}
 	ErrTooLarge        = &Error{Code: CodeTooLarge}
+	ErrFenced          = &Error{Code: CodeFenced}
+	ErrKeyReused       = &Error{Code: CodeKeyReused}
 	ErrOutcomeUnknown  = &Error{Code: CodeOutcomeUnknown}
 	ErrNotProjected    = &Error{Code: CodeNotProjected}
 	ErrQuarantined     = &Error{Code: CodeQuarantined}

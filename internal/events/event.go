@@ -146,8 +146,27 @@ func readEnvelope(raw []byte, members []member) (env envelope, problem string) {
 	}
 	var typ []byte
 	for _, m := range members {
-		slot := map[string]*[]byte{"type": &typ, "seq": &env.seq, "time": &env.time, "surfaceOp": &env.op,
-			"sourceEventSeqs": &env.sources, "ignorable": &env.ignorable, "data": &env.datum}[string(unescape(nil, m.key))]
+		key := m.key
+		if bytes.IndexByte(key, '\\') >= 0 {
+			key = unescape(nil, key)
+		}
+		var slot *[]byte
+		switch string(key) {
+		case "type":
+			slot = &typ
+		case "seq":
+			slot = &env.seq
+		case "time":
+			slot = &env.time
+		case "surfaceOp":
+			slot = &env.op
+		case "sourceEventSeqs":
+			slot = &env.sources
+		case "ignorable":
+			slot = &env.ignorable
+		case "data":
+			slot = &env.datum
+		}
 		switch {
 		case slot == nil:
 			note("unknown key %q; an event has type, seq, time, surfaceOp, sourceEventSeqs, ignorable and data, in exact case", clip(m.key))
@@ -216,7 +235,7 @@ func (e *Event) readMeta(op, sources []byte) *Error {
 			return fail(RuleEndpointNotEarlier, "a replacement at seq %d must name earlier nodes, found startSeq %d and endSeq %d", e.Seq, e.Op.Start, e.Op.End)
 		}
 	default:
-		if s, ok := text(op); !ok || s != "append" {
+		if !textIs(op, "append") {
 			return fail(RuleSurfaceOpMalformed, `surfaceOp: expected "append" or an object, found %s %s`, kindOf(op), clip(op))
 		}
 		e.Op.Kind = OpAppend
@@ -232,11 +251,11 @@ func (e *Event) readMeta(op, sources []byte) *Error {
 
 // readReplace reads the object form of surfaceOp: exactly op, startSeq and endSeq.
 func (e *Event) readReplace(op []byte) *Error {
-	op = appendCompact(nil, op, true)
-	var keys []string
+	op = compacted(op)
+	keys := 0
 	var kind, start, end []byte
 	eachMember(op, func(k, v []byte) bool {
-		keys = append(keys, clip(k))
+		keys++
 		switch {
 		case keyIs(k, "op"):
 			kind = v
@@ -250,10 +269,10 @@ func (e *Event) readReplace(op []byte) *Error {
 	fail := func(format string, args ...any) *Error {
 		return Violation(RuleReplaceMalformed, e.Seq, "surfaceOp: "+fmt.Sprintf(format, args...))
 	}
-	if len(keys) != 3 || kind == nil || start == nil || end == nil {
-		return fail("expected exactly the keys op, startSeq and endSeq, found %s", strings.Join(keys, ", "))
+	if keys != 3 || kind == nil || start == nil || end == nil {
+		return fail("expected exactly the keys op, startSeq and endSeq, found %s", keysOf(op))
 	}
-	if s, _ := text(kind); s != "replace" {
+	if !textIs(kind, "replace") {
 		return fail(`op: expected "replace", found %s`, clip(kind))
 	}
 	a, okA := parseInteger(start)
@@ -265,6 +284,16 @@ func (e *Event) readReplace(op []byte) *Error {
 	return nil
 }
 
+// keysOf lists the keys of an object, for an error text.
+func keysOf(obj []byte) string {
+	var keys []string
+	eachMember(obj, func(k, _ []byte) bool {
+		keys = append(keys, clip(k))
+		return true
+	})
+	return strings.Join(keys, ", ")
+}
+
 // readSources reads sourceEventSeqs of a surface event.
 func (e *Event) readSources(tok []byte) *Error {
 	fail := func(r Rule, format string, args ...any) *Error {
@@ -273,7 +302,7 @@ func (e *Event) readSources(tok []byte) *Error {
 	if tok[0] != '[' {
 		return fail(RuleSourcesMalformed, "expected an array of seqs, found %s", kindOf(tok))
 	}
-	tok = appendCompact(nil, tok, true)
+	tok = compacted(tok)
 	if string(tok) == "[]" {
 		return fail(RuleSourcesEmpty, "expected at least one seq or no sourceEventSeqs at all, found an empty array")
 	}

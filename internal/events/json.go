@@ -310,6 +310,14 @@ func appendCompact(dst, b []byte, spaces bool) []byte {
 	return append(dst, b[start:]...)
 }
 
+// compacted is b without white space: b itself when it holds none, as canonical text does.
+func compacted(b []byte) []byte {
+	if bytes.IndexByte(b, ' ') < 0 && !bytes.ContainsAny(b, "\t\r\n") {
+		return b
+	}
+	return appendCompact(nil, b, true)
+}
+
 // skipString returns the offset behind the string that starts at i, or len(b) when it has no end.
 func skipString(b []byte, i int) int {
 	i++
@@ -435,6 +443,14 @@ func text(tok []byte) (string, bool) {
 	}
 	return string(unescape(nil, s)), true
 }
+
+// isText reports whether tok is a string, isEmptyText whether it is the empty one, textIs
+// whether it means s. They decode nothing.
+func isText(tok []byte) bool { return len(tok) >= 2 && tok[0] == '"' }
+
+func isEmptyText(tok []byte) bool { return string(tok) == `""` }
+
+func textIs(tok []byte, s string) bool { return isText(tok) && keyIs(tok[1:len(tok)-1], s) }
 
 // unescape appends what the inside of a valid JSON string means to dst. A lone surrogate
 // escape becomes its three-byte form (as in WTF-8), so that different strings stay different.

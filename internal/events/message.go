@@ -1,6 +1,7 @@
 package events
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -75,11 +76,10 @@ func (e *Event) checkMessage(f Format, emptyCallID bool) *Error {
 		}
 		return true
 	})
-	if s, ok := text(id); !ok || s == "" {
+	if !isText(id) || isEmptyText(id) {
 		return fail("%s.id: expected a non-empty string, found %s", at, kindOf(id))
 	}
-	r, _ := text(role)
-	if want := roles[e.Kind]; !slices.Contains(want, r) {
+	if want := roles[e.Kind]; !slices.ContainsFunc(want, func(r string) bool { return textIs(role, r) }) {
 		return fail("%s.role: expected %s, found %s", at, strings.Join(want, " or "), orNothing(role))
 	}
 	if len(content) == 0 || content[0] != '[' {
@@ -91,23 +91,23 @@ func (e *Event) checkMessage(f Format, emptyCallID bool) *Error {
 	if k := duplicateKey(source); k != "" {
 		return fail("%s.source: key %q is given twice", at, k)
 	}
-	kind, ok := text(get(source, "kind"))
-	if !ok || kind == "" {
-		return fail("%s.source.kind: expected a non-empty string, found %s", at, kindOf(get(source, "kind")))
+	kind := get(source, "kind")
+	if !isText(kind) || isEmptyText(kind) {
+		return fail("%s.source.kind: expected a non-empty string, found %s", at, kindOf(kind))
 	}
 	switch e.Kind {
 	case KindAssistant:
-		if kind != "model" {
-			return fail(`%s.source.kind: expected "model", found %q`, at, kind)
+		if !textIs(kind, "model") {
+			return fail(`%s.source.kind: expected "model", found %s`, at, clip(kind))
 		}
 		for _, name := range []string{"provider", "model"} {
-			if _, ok := text(get(source, name)); !ok {
+			if !isText(get(source, name)) {
 				return fail("%s.source.%s: expected a string, found %s", at, name, kindOf(get(source, name)))
 			}
 		}
 	case KindTool:
-		if kind != "tool" {
-			return fail(`%s.source.kind: expected "tool", found %q`, at, kind)
+		if !textIs(kind, "tool") {
+			return fail(`%s.source.kind: expected "tool", found %s`, at, clip(kind))
 		}
 		return e.checkToolResult(f, msg, content, source, emptyCallID)
 	}
@@ -138,9 +138,8 @@ func (e *Event) checkToolResult(f Format, msg, content, source []byte, emptyCall
 	if !flatToolResult(f, msg) {
 		n := 0
 		eachElement(content, func(v []byte) bool { n++; holder = v; return n < 2 })
-		typ, _ := text(get(holder, "type"))
-		if n != 1 || typ != "tool-result" {
-			return fail(".content: expected exactly one block of type tool-result, found %d of which the last has type %q", n, typ)
+		if typ := get(holder, "type"); n != 1 || !textIs(typ, "tool-result") {
+			return fail(".content: expected exactly one block of type tool-result, found %d of which the last has type %s", n, orNothing(typ))
 		}
 		at = ".content[0]"
 		if k := duplicateKey(holder); k != "" {
@@ -166,35 +165,37 @@ func (e *Event) checkToolResult(f Format, msg, content, source []byte, emptyCall
 // flatToolResult reports whether a tool result carries toolCallId and isError on the message
 // itself (format 4, role tool) and not in a block of its content.
 func flatToolResult(f Format, msg []byte) bool {
-	role, _ := text(get(msg, "role"))
-	return f >= Format4 && role == "tool"
+	return f >= Format4 && textIs(get(msg, "role"), "tool")
 }
 
 // duplicateKey returns a key that the object b has twice, or "".
 func duplicateKey(b []byte) string {
-	var store [16]string
+	var store [16][]byte
 	keys := store[:0]
-	dup := ""
 	eachMember(b, func(k, _ []byte) bool {
-		keys = append(keys, string(unescape(nil, k)))
+		if bytes.IndexByte(k, '\\') >= 0 {
+			k = unescape(nil, k)
+		}
+		keys = append(keys, k)
 		return true
 	})
-	if len(keys) > 16 {
-		slices.Sort(keys)
+	if len(keys) > len(store) {
+		slices.SortFunc(keys, bytes.Compare)
 		for i := 1; i < len(keys); i++ {
-			if keys[i] == keys[i-1] {
-				return keys[i]
+			if bytes.Equal(keys[i], keys[i-1]) {
+				return string(keys[i])
 			}
 		}
 		return ""
 	}
 	for i, k := range keys {
-		if slices.Contains(keys[:i], k) {
-			dup = k
-			break
+		for _, other := range keys[:i] {
+			if bytes.Equal(k, other) {
+				return string(k)
+			}
 		}
 	}
-	return dup
+	return ""
 }
 
 // Fingerprint identifies everything of a tool/result's data that a rewrite must not change:
@@ -202,10 +203,13 @@ func duplicateKey(b []byte) string {
 // without the content that a rewrite may change. It is `fp` in a page. The event must have
 // passed Parse or Check.
 func (e *Event) Fingerprint(f Format) string {
-	data := e.Data()
-	skip := rewritable(f, get(data, "message"))
-	h := canonicalValue(nil, data, skip)
-	sum := sha256.Sum256(h)
+	w := fingerprinter{b: e.Data(), skip: -1}
+	if skip := rewritable(f, get(w.b, "message")); skip != nil {
+		w.skip = cap(w.b) - cap(skip) // skip is a part of data
+	}
+	w.out = make([]byte, 0, 512)
+	w.value()
+	sum := sha256.Sum256(w.out)
 	return hex.EncodeToString(sum[:])
 }
 
@@ -220,58 +224,127 @@ func rewritable(f Format, msg []byte) []byte {
 	return get(block, "content")
 }
 
-// canonicalValue appends v in a form that is equal for structurally equal values: keys sorted,
-// strings unescaped, numbers as ±digits e exponent. The token skip (the same memory, not an
-// equal value) is left out.
-func canonicalValue(dst, v, skip []byte) []byte {
-	if len(v) == 0 || len(skip) > 0 && &v[0] == &skip[0] {
-		return append(dst, '~')
+// RewritableContent returns the content of a tool/result that a rewrite may change.
+func (e *Event) RewritableContent(f Format) []byte { return rewritable(f, get(e.Data(), "message")) }
+
+// Rewrite returns the data of a tool/result with the content that a rewrite may change
+// replaced, and all else token for token as it was.
+func (e *Event) Rewrite(f Format, content []byte) []byte {
+	data, old := e.Data(), e.RewritableContent(f)
+	if old == nil {
+		return data
 	}
-	switch {
-	case v[0] == '{':
-		type kv struct {
-			key string
-			val []byte
-		}
-		var ms []kv
-		eachMember(v, func(k, val []byte) bool {
-			ms = append(ms, kv{string(unescape(nil, k)), val})
-			return true
-		})
-		slices.SortStableFunc(ms, func(a, b kv) int { return strings.Compare(a.key, b.key) })
-		dst = append(dst, '{')
-		for _, m := range ms {
-			dst = appendLengthed(dst, m.key)
-			dst = canonicalValue(dst, m.val, skip)
-		}
-		return append(dst, '}')
-	case v[0] == '[':
-		dst = append(dst, '[')
-		eachElement(v, func(el []byte) bool {
-			dst = canonicalValue(dst, el, skip)
-			return true
-		})
-		return append(dst, ']')
-	case v[0] == '"':
-		s, _ := text(v)
-		return appendLengthed(append(dst, '"'), s)
-	case v[0] == '-' || isDigit(v[0]):
-		neg, digits, exp, ok := decimal(v)
-		if !ok {
-			return append(append(append(dst, '#'), v...), ';')
-		}
-		if neg && len(digits) > 0 {
-			dst = append(dst, '-')
-		}
-		dst = append(append(append(dst, '+'), digits...), 'e')
-		return append(strconv.AppendInt(dst, int64(exp), 10), ';')
-	}
-	return append(dst, v[0]) // true, false, null
+	at := cap(data) - cap(old) // old is a part of data
+	out := append([]byte(nil), data[:at]...)
+	out = append(out, content...)
+	return append(out, data[at+len(old):]...)
 }
 
-func appendLengthed(dst []byte, s string) []byte {
-	dst = strconv.AppendInt(dst, int64(len(s)), 10)
-	return append(append(dst, ':'), s...)
+// fingerprinter writes a valid, compact text in a form that is equal for structurally equal
+// values: keys sorted, strings unescaped, numbers as ±digits e exponent, all in one pass.
+type fingerprinter struct {
+	b       []byte
+	i       int
+	skip    int // offset of the value that is left out
+	out     []byte
+	members []memberSpan // of the objects that are open
+	scratch []byte
+}
+
+// memberSpan is where a member stands in out: its key from key to val, all of it from start to end.
+type memberSpan struct{ start, key, val, end int }
+
+func (w *fingerprinter) value() {
+	if w.i == w.skip {
+		w.out = append(w.out, '~')
+		w.i = skipValue(w.b, w.i)
+		return
+	}
+	switch c := w.b[w.i]; {
+	case c == '{':
+		w.object()
+	case c == '[':
+		w.out = append(w.out, '[')
+		for w.i++; w.b[w.i] != ']'; {
+			w.value()
+			if w.b[w.i] == ',' {
+				w.i++
+			}
+		}
+		w.i++
+		w.out = append(w.out, ']')
+	case c == '"':
+		w.out = append(w.out, '"')
+		w.str()
+	case c == '-' || isDigit(c):
+		end := skipValue(w.b, w.i)
+		w.number(w.b[w.i:end])
+		w.i = end
+	default:
+		w.out = append(w.out, c) // true, false, null
+		w.i = skipValue(w.b, w.i)
+	}
+}
+
+func (w *fingerprinter) object() {
+	w.out = append(w.out, '{')
+	first, sorted := len(w.members), true
+	for w.i++; w.b[w.i] != '}'; {
+		m := memberSpan{start: len(w.out)}
+		m.key = w.str()
+		m.val = len(w.out)
+		w.i++ // the colon
+		w.value()
+		m.end = len(w.out)
+		if len(w.members) > first {
+			sorted = sorted && bytes.Compare(w.key(w.members[len(w.members)-1]), w.key(m)) <= 0
+		}
+		w.members = append(w.members, m)
+		if w.b[w.i] == ',' {
+			w.i++
+		}
+	}
+	w.i++
+	if ms := w.members[first:]; !sorted {
+		slices.SortStableFunc(ms, func(a, b memberSpan) int { return bytes.Compare(w.key(a), w.key(b)) })
+		w.scratch = w.scratch[:0]
+		start := len(w.out)
+		for _, m := range ms {
+			w.scratch = append(w.scratch, w.out[m.start:m.end]...)
+			start = min(start, m.start)
+		}
+		copy(w.out[start:], w.scratch)
+	}
+	w.members = w.members[:first]
+	w.out = append(w.out, '}')
+}
+
+func (w *fingerprinter) key(m memberSpan) []byte { return w.out[m.key:m.val] }
+
+// str writes a string behind its length and returns where it starts.
+func (w *fingerprinter) str() int {
+	end := skipString(w.b, w.i)
+	s := w.b[w.i+1 : end-1]
+	w.i = end
+	if bytes.IndexByte(s, '\\') >= 0 {
+		s = unescape(nil, s)
+	}
+	w.out = append(strconv.AppendInt(w.out, int64(len(s)), 10), ':')
+	w.out = append(w.out, s...)
+	return len(w.out) - len(s)
+}
+
+func (w *fingerprinter) number(tok []byte) {
+	neg, digits, exp, ok := decimal(tok)
+	if !ok {
+		w.out = append(append(append(w.out, '#'), tok...), ';')
+		return
+	}
+	if neg && len(digits) > 0 {
+		w.out = append(w.out, '-')
+	}
+	w.out = append(append(append(w.out, '+'), digits...), 'e')
+	w.out = append(strconv.AppendInt(w.out, int64(exp), 10), ';')
 }
 
 // Fields are the members of an event's data that the lifecycle rules and repair read.
@@ -325,10 +398,23 @@ func (e *Event) Fields() Fields {
 }
 
 // ToolCalls returns the ids of the tool-call blocks of an assistant/message, in order.
-func (e *Event) ToolCalls() []string {
+func (e *Event) ToolCalls() []string { return toolCalls(e.messageOf()) }
+
+// ToolIDs returns the tool calls that a derived message makes, and the call that it answers.
+func ToolIDs(k Kind, msg []byte) (calls []string, result string) {
+	switch k {
+	case KindAssistant:
+		return toolCalls(msg), ""
+	case KindTool:
+		result, _ = text(get(get(msg, "source"), "callId"))
+	}
+	return nil, result
+}
+
+func toolCalls(msg []byte) []string {
 	var ids []string
-	eachElement(get(e.messageOf(), "content"), func(v []byte) bool {
-		if t, _ := text(get(v, "type")); t == "tool-call" {
+	eachElement(get(msg, "content"), func(v []byte) bool {
+		if textIs(get(v, "type"), "tool-call") {
 			if id, ok := text(get(v, "id")); ok && id != "" {
 				ids = append(ids, id)
 			}

@@ -257,6 +257,39 @@ func TestToolCalls(t *testing.T) {
 	}
 }
 
+func TestRewriteKeepsAllElse(t *testing.T) {
+	t.Parallel()
+	flat := `{"message":{"id":"r","role":"tool","source":{"kind":"tool","callId":"c"},"toolCallId":"c","content":[1.0]},"x":[1.10,"\ud800"]}`
+	for _, c := range []struct {
+		format    events.Format
+		data, old string
+	}{
+		{events.Format3, strings.TrimSuffix(toolData("c", `[{"content":[5]}]`), `}`) + `,"x":[1.10,"\ud800"]}`, `[{"content":[5]}]`},
+		{events.Format4, flat, `[1.0]`},
+	} {
+		place := at(7)
+		place.Format = c.format
+		e := mustParse(t, surfaceEvent("tool/result", c.data), place)
+		if got := string(e.RewritableContent(c.format)); got != c.old {
+			t.Errorf("format %d: %s may change, want %s", c.format, got, c.old)
+		}
+		got := string(e.Rewrite(c.format, []byte(`["new"]`)))
+		if want := strings.Replace(c.data, c.old, `["new"]`, 1); got != want {
+			t.Errorf("format %d:\n got %s\nwant %s", c.format, got, want)
+		}
+		if mustParse(t, surfaceEvent("tool/result", got), place).Fingerprint(c.format) != e.Fingerprint(c.format) {
+			t.Errorf("format %d: a rewrite breaks the rule for rewrites", c.format)
+		}
+		if calls, result := events.ToolIDs(e.Kind, e.Message()); calls != nil || result != "c" {
+			t.Errorf("the result answers %q and calls %q", result, calls)
+		}
+	}
+	calls, result := events.ToolIDs(events.KindAssistant, []byte(`{"content":[{"type":"tool-call","id":"a"},{"type":"text"}]}`))
+	if !reflect.DeepEqual(calls, []string{"a"}) || result != "" {
+		t.Errorf("an assistant message answers %q and calls %q", result, calls)
+	}
+}
+
 func TestErrorSaysWhatAndWhere(t *testing.T) {
 	t.Parallel()
 	_, err := events.Parse([]byte(`{"type":"x/y","data":1}`), at(7))

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
@@ -113,8 +114,17 @@ func (e *MalformedError) Unwrap() error { return e.Err }
 // Read calls f for the session's commits behind a stream sequence, in order, as far as the
 // replica that answers has them. A malformed message ends it with a *MalformedError.
 func (j *Journal) Read(ctx context.Context, session string, after uint64, f func(*events.Commit) error) error {
+	return j.readFrom(ctx, session, jetstreamext.GetBatchSeq(after+1), f)
+}
+
+// Since is Read for the commits that were stored from a point in time on, by the server's clock.
+func (j *Journal) Since(ctx context.Context, session string, t time.Time, f func(*events.Commit) error) error {
+	return j.readFrom(ctx, session, jetstreamext.GetBatchStartTime(t), f)
+}
+
+func (j *Journal) readFrom(ctx context.Context, session string, start jetstreamext.GetBatchOpt, f func(*events.Commit) error) error {
 	for {
-		msgs, more, err := j.batch(ctx, j.Subject(session), after+1)
+		msgs, more, err := j.batch(ctx, j.Subject(session), start)
 		if err != nil {
 			return err
 		}
@@ -126,7 +136,7 @@ func (j *Journal) Read(ctx context.Context, session string, after uint64, f func
 			if err := f(c); err != nil {
 				return err
 			}
-			after = c.StreamSeq
+			start = jetstreamext.GetBatchSeq(c.StreamSeq + 1)
 		}
 		if !more {
 			return nil
@@ -134,13 +144,13 @@ func (j *Journal) Read(ctx context.Context, session string, after uint64, f func
 	}
 }
 
-// batch reads up to readBatch messages of a subject from a stream sequence on, and reports
-// whether there are more.
-func (j *Journal) batch(ctx context.Context, subject string, from uint64) (out []*jetstream.RawStreamMsg, more bool, err error) {
+// batch reads up to readBatch messages of a subject from a start on, and reports whether there
+// are more.
+func (j *Journal) batch(ctx context.Context, subject string, start jetstreamext.GetBatchOpt) (out []*jetstream.RawStreamMsg, more bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, j.cfg.ReadTimeout)
 	defer cancel()
 	msgs, err := jetstreamext.GetBatch(ctx, j.js, j.cfg.Stream, readBatch,
-		jetstreamext.GetBatchSubject(subject), jetstreamext.GetBatchSeq(from), jetstreamext.GetBatchMaxBytes(readBatchBytes))
+		jetstreamext.GetBatchSubject(subject), start, jetstreamext.GetBatchMaxBytes(readBatchBytes))
 	if err != nil {
 		return nil, false, j.unavailable(err)
 	}

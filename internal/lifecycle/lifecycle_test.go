@@ -377,6 +377,31 @@ func TestCloneSharesNothing(t *testing.T) {
 	}
 }
 
+func TestFrozenStateTellsAMutatedEvent(t *testing.T) {
+	t.Parallel()
+	for _, freeze := range []bool{true, false} {
+		s := lifecycle.New()
+		if freeze {
+			s.Freeze()
+		}
+		held := event(t, events.Format3, 2, call(1, 1, "abc"))
+		s.Apply(event(t, events.Format3, 0, turnStart(1)))
+		s.Apply(event(t, events.Format3, 1, stepStart(1, 1)))
+		s.Apply(held)
+		copy(held.Line[bytes.Index(held.Line, []byte("abc")):], "xyz")
+		err := s.Check(event(t, events.Format3, 3, result(1, 1, "xyz", "")))
+		if !freeze {
+			if err != nil || s.Mutated() != nil {
+				t.Errorf("without freeze: %v", err)
+			}
+			continue
+		}
+		if err == nil || err.Code != events.CodeInvariant || err.Rule != events.RuleEventMutated || *err.Seq != 2 || s.Mutated() != err {
+			t.Errorf("a mutated call explains a result: %v", err)
+		}
+	}
+}
+
 func TestSnapshotIsPlainJSON(t *testing.T) {
 	t.Parallel()
 	for _, log := range [][]string{nil,

@@ -20,7 +20,7 @@ type Batch struct {
 type mark struct {
 	plans, violations int
 	next              events.Seq
-	time              int64
+	time, logBytes    int64
 	digest            events.Digest
 	writer            *Writer
 	life              *lifecycle.State
@@ -35,7 +35,7 @@ func (s *State) Begin(mode lifecycle.Mode) *Batch {
 
 // Mark notes the present point and returns it for Rewind: what follows is one caller's.
 func (b *Batch) Mark() int {
-	b.marks = append(b.marks, mark{len(b.plans), len(b.violations), b.s.Next, b.s.Time, b.s.Digest, b.s.Writer, b.s.Life.Clone()})
+	b.marks = append(b.marks, mark{len(b.plans), len(b.violations), b.s.Next, b.s.Time, b.s.LogBytes, b.s.Digest, b.s.Writer, b.s.Life.Clone()})
 	return len(b.marks) - 1
 }
 
@@ -61,7 +61,7 @@ func (b *Batch) Rewind(to int) {
 		b.s.Surface.Undo(&b.plans[i].Change)
 	}
 	b.plans, b.violations = b.plans[:m.plans], b.violations[:m.violations]
-	b.s.Next, b.s.Time, b.s.Digest, b.s.Writer, b.s.Life = m.next, m.time, m.digest, m.writer, m.life.Clone()
+	b.s.Next, b.s.Time, b.s.LogBytes, b.s.Digest, b.s.Writer, b.s.Life = m.next, m.time, m.logBytes, m.digest, m.writer, m.life.Clone()
 	b.marks = b.marks[:to+1]
 }
 

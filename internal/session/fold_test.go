@@ -4,6 +4,7 @@ import (
 	"errors"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -282,6 +283,9 @@ func (r *foldRun) checkFold(keep surface.Keep) {
 			}
 		}
 	}
+	if got, want := s.LogBytes, int64(len(strings.Join(lines, ""))+len(lines)); got != want {
+		r.Fatalf("the log is said to have %d bytes, it has %d", got, want)
+	}
 	want := viewOf(r.s)
 	want.StreamSeq, want.Chain = s.StreamSeq, s.Chain
 	sameView(r, "fold of the log", s, want)
@@ -350,9 +354,7 @@ func (r *foldRun) aim(c *candidate, nodes []events.Seq) {
 	}
 	c.op, c.replace = false, true
 	c.start, c.end = nodes[from], nodes[to]
-	for _, n := range nodes[from : to+1] {
-		c.cites = append(c.cites, n)
-	}
+	c.cites = slices.Clone(nodes[from : to+1])
 	switch r.choose(12) {
 	case 0:
 		c.cites = c.cites[:len(c.cites)-1]

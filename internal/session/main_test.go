@@ -66,6 +66,7 @@ type view struct {
 	Next       events.Seq
 	Time       int64
 	StreamSeq  uint64
+	LogBytes   int64
 	Digest     events.Digest
 	Chain      events.Digest
 	Seqs       []events.Seq
@@ -75,7 +76,7 @@ type view struct {
 }
 
 func viewOf(s *session.State) view {
-	return view{s.Next, s.Time, s.StreamSeq, s.Digest, s.Chain, s.Surface.Seqs(), s.Surface.Generation(), s.Life.Snapshot(), s.Writer}
+	return view{s.Next, s.Time, s.StreamSeq, s.LogBytes, s.Digest, s.Chain, s.Surface.Seqs(), s.Surface.Generation(), s.Life.Snapshot(), s.Writer}
 }
 
 func sameView(t fataler, what string, s *session.State, want view) {

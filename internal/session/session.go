@@ -19,6 +19,7 @@ const FoldVersion = 1
 type Writer struct {
 	ID    string     `json:"id"`
 	Epoch events.Seq `json:"epoch"`
+	Seq   events.Seq `json:"seq"` // of the session/writer event
 }
 
 // State is what a session's log folds to, up to and including seq Next-1. It is not safe for
@@ -29,6 +30,7 @@ type State struct {
 	Next      events.Seq    // the seq that the next event gets
 	StreamSeq uint64        // stream sequence of the last commit; 0 when there is none
 	Time      int64         // Unix ms, of the last event
+	LogBytes  int64         // of all canonical lines, with their line ends
 	Digest    events.Digest // of the last event
 	Chain     events.Digest // of the last commit
 	Writer    *Writer
@@ -47,6 +49,14 @@ func New(id string, f events.Format, header []byte, keep surface.Keep) *State {
 
 // Last returns the seq of the last event, NoSeq when there is none.
 func (s *State) Last() events.Seq { return s.Next - 1 }
+
+// Epoch returns the epoch of the session's writer, 0 when it has none.
+func (s *State) Epoch() events.Seq {
+	if s.Writer == nil {
+		return 0
+	}
+	return s.Writer.Epoch
+}
 
 // Bytes estimates the memory that the state holds, without bodies.
 func (s *State) Bytes() int {
@@ -99,13 +109,15 @@ func (s *State) Apply(p *Plan, at uint64) {
 	}
 	s.Next = e.Seq + 1
 	s.Time = e.Time
+	s.LogBytes += int64(len(e.Line)) + 1
 }
 
 func (s *State) applyWriter(e *events.Event) {
 	switch e.Type {
 	case "session/writer":
-		if f := e.Fields(); f.Writer != "" && f.Epoch != events.NoSeq {
-			s.Writer = &Writer{ID: f.Writer, Epoch: f.Epoch}
+		// Epochs only grow: an older one in a log, written by hand, changes nothing.
+		if f := e.Fields(); f.Writer != "" && f.Epoch != events.NoSeq && f.Epoch > s.Epoch() {
+			s.Writer = &Writer{ID: f.Writer, Epoch: f.Epoch, Seq: e.Seq}
 		}
 	case "session/end-seed":
 		if e.Fields().Inherited {

@@ -233,18 +233,21 @@ func TestFoldCommitRefusesACommitThatContradictsItself(t *testing.T) {
 func TestWriterAndEndSeed(t *testing.T) {
 	t.Parallel()
 	s := session.New(sessionID, events.Format3, nil, surface.KeepFingerprints)
+	running, none := map[string]string{"a": "running"}, map[string]string{}
 	steps := []struct {
 		raw    string
 		writer *session.Writer
 		agents map[string]string
 	}{
-		{`{"type":"agent/status","data":{"agent":"a","status":"running"}}`, nil, map[string]string{"a": "running"}},
-		{`{"type":"session/writer","ignorable":true,"data":{"writer":"w","epoch":1}}`, &session.Writer{ID: "w", Epoch: 1}, map[string]string{"a": "running"}},
-		{`{"type":"session/writer","ignorable":true,"data":{"writer":"","epoch":9}}`, &session.Writer{ID: "w", Epoch: 1}, map[string]string{"a": "running"}},
-		{`{"type":"session/writer","ignorable":true,"data":{"writer":"v","epoch":2.0}}`, &session.Writer{ID: "v", Epoch: 2}, map[string]string{"a": "running"}},
-		{`{"type":"session/end-seed","data":{}}`, &session.Writer{ID: "v", Epoch: 2}, map[string]string{"a": "running"}},
-		{`{"type":"session/end-seed","data":{"inherited":true}}`, nil, map[string]string{}},
-		{`{"type":"agent/status","data":{"agent":"a","status":"running"}}`, nil, map[string]string{"a": "running"}},
+		{`{"type":"agent/status","data":{"agent":"a","status":"running"}}`, nil, running},
+		{`{"type":"session/writer","ignorable":true,"data":{"writer":"w","epoch":1}}`, &session.Writer{ID: "w", Epoch: 1, Seq: 1}, running},
+		{`{"type":"session/writer","ignorable":true,"data":{"writer":"","epoch":9}}`, &session.Writer{ID: "w", Epoch: 1, Seq: 1}, running},
+		{`{"type":"session/writer","ignorable":true,"data":{"writer":"v","epoch":2.0}}`, &session.Writer{ID: "v", Epoch: 2, Seq: 3}, running},
+		{`{"type":"session/writer","ignorable":true,"data":{"writer":"w","epoch":2}}`, &session.Writer{ID: "v", Epoch: 2, Seq: 3}, running},
+		{`{"type":"session/end-seed","data":{}}`, &session.Writer{ID: "v", Epoch: 2, Seq: 3}, running},
+		{`{"type":"session/end-seed","data":{"inherited":true}}`, nil, none},
+		{`{"type":"agent/status","data":{"agent":"a","status":"running"}}`, nil, running},
+		{`{"type":"session/writer","ignorable":true,"data":{"writer":"w","epoch":1}}`, &session.Writer{ID: "w", Epoch: 1, Seq: 8}, running},
 	}
 	for _, c := range steps {
 		if err := offer(s, c.raw, lifecycle.Enforce); err != nil {
@@ -263,7 +266,7 @@ func TestOpaqueEventsMoveNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := session.New(sessionID, events.Format3, nil, surface.KeepBodies)
-	want.Next, want.Time, want.Digest = s.Next, s.Time, s.Digest
+	want.Next, want.Time, want.LogBytes, want.Digest = s.Next, s.Time, s.LogBytes, s.Digest
 	sameView(t, "an opaque event", s, viewOf(want))
 	if s.Next != 1 || s.Last() != 0 {
 		t.Errorf("next seq %d", s.Next)

@@ -150,11 +150,11 @@ func (s *story) offer(raw string) string {
 		return err.Error()
 	}
 	out := fmt.Sprintf("seq %d", e.Seq)
-	for _, v := range s.batch.Violations()[before:] {
-		out += "\nobserved " + v.Error()
-	}
 	if alone {
 		out += ", " + s.commit()
+	}
+	for _, v := range s.batch.Violations()[before:] {
+		out += "\nobserved " + v.Error()
 	}
 	return out
 }
@@ -182,7 +182,11 @@ func (s *story) repair() string {
 			return err.Error()
 		}
 		f := e.Fields()
-		out = append(out, strings.TrimRight(fmt.Sprintf("%s %s %s", e.Type, f.CallID, f.ErrorCode), " ")+" cites "+joinSeqs(e.Sources))
+		closer := strings.TrimRight(fmt.Sprintf("%s %s %s", e.Type, f.CallID, f.ErrorCode), " ")
+		if e.Sources != nil {
+			closer += " cites " + joinSeqs(e.Sources)
+		}
+		out = append(out, closer)
 		if err := s.batch.Add(e); err != nil {
 			return err.Error()
 		}

@@ -12,6 +12,7 @@ type Summary struct {
 	OpenStep          *events.Seq `json:"openStep"`
 	PendingCalls      []string    `json:"pendingCalls"` // recorded calls of the open step without a result
 	Nodes             int         `json:"nodes"`
+	LogBytes          int64       `json:"logBytes"` // of all canonical lines
 	ReplaceGeneration int64       `json:"replaceGeneration"`
 	Writer            *Writer     `json:"writer,omitempty"`
 }
@@ -22,6 +23,6 @@ func (s *State) Summary() Summary {
 	return Summary{
 		NextSeq: s.Next, Time: s.Time, Digest: s.Digest.String(), Chain: s.Chain.String(),
 		OpenTurn: life.Turn, OpenStep: life.Step, PendingCalls: s.Life.PendingCalls(),
-		Nodes: s.Surface.Len(), ReplaceGeneration: s.Surface.Generation(), Writer: s.Writer,
+		Nodes: s.Surface.Len(), LogBytes: s.LogBytes, ReplaceGeneration: s.Surface.Generation(), Writer: s.Writer,
 	}
 }

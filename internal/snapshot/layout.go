@@ -4,7 +4,10 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"maps"
+	"slices"
 	"strconv"
+	"strings"
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/lifecycle"
@@ -37,7 +40,8 @@ type Head struct {
 	StreamSeq         uint64             `json:"streamSeq"`
 	Digest            string             `json:"digest"`
 	Chain             string             `json:"chain"`
-	Time              int64              `json:"time"` // Unix ms, of the last event
+	Time              int64              `json:"time"`     // Unix ms, of the last event
+	LogBytes          int64              `json:"logBytes"` // of all canonical lines, with their line ends
 	ReplaceGeneration int64              `json:"replaceGeneration"`
 	NodeCount         int                `json:"nodeCount"`
 	HeadType          string             `json:"headType,omitempty"`
@@ -77,6 +81,22 @@ type PageNode struct {
 	Size        int32           `json:"size"` // bytes of the event's data
 	Fingerprint string          `json:"fp,omitempty"`
 	Message     json.RawMessage `json:"message,omitempty"` // absent when the node derives none
+}
+
+// check says what no fold writes about a node, "" when it is well. seq is that of the head.
+func (n *PageNode) check(seq events.Seq) string {
+	kind := events.SurfaceKind(n.Type)
+	switch {
+	case n.Seq < 0 || n.Seq > seq:
+		return fmt.Sprintf("node %d: expected a seq from 0 to the head's, %d", n.Seq, seq)
+	case !kind.OnSurface():
+		return fmt.Sprintf("node %d: type: expected a surface type, found %q", n.Seq, n.Type)
+	case (kind == events.KindTool) != (n.Fingerprint != ""):
+		return fmt.Sprintf("node %d: fp: expected one on a tool/result and nowhere else, found %q on a %s", n.Seq, n.Fingerprint, n.Type)
+	case n.Size < 0:
+		return fmt.Sprintf("node %d: size: expected bytes, found %d", n.Seq, n.Size)
+	}
+	return ""
 }
 
 func (n *PageNode) fill(to *surface.Node) {
@@ -119,11 +139,12 @@ func (r *Runs) UnmarshalJSON(b []byte) error {
 	}
 	for _, it := range items {
 		if len(it) > 0 && it[0] == '[' {
-			var ab [2]events.Seq
+			var ab []events.Seq
 			if err := json.Unmarshal(it, &ab); err != nil {
 				return err
 			}
-			if ab[1] < ab[0] || ab[1]-ab[0] > 1<<24 {
+			// An event's data has a byte at least, so no page holds more than PageTarget nodes.
+			if len(ab) != 2 || ab[0] < 0 || ab[1] < ab[0] || ab[1]-ab[0] >= PageTarget {
 				return fmt.Errorf("run %s: expected [first,last]", it)
 			}
 			for s := ab[0]; s <= ab[1]; s++ {
@@ -288,8 +309,8 @@ func (s *Snapshot) appendHead(b []byte) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	b = fmt.Appendf(b, `{"v":%d,"format":%d,"fold":%d,"session":%s,"seq":%d,"streamSeq":%d,"digest":"%s","chain":"%s","time":%d,"replaceGeneration":%d,"nodeCount":%d`,
-		layoutVersion, s.Format, session.FoldVersion, id, s.Last(), s.StreamSeq, s.Digest, s.Chain, s.Time, s.Surface.Generation(), s.Surface.Len())
+	b = fmt.Appendf(b, `{"v":%d,"format":%d,"fold":%d,"session":%s,"seq":%d,"streamSeq":%d,"digest":"%s","chain":"%s","time":%d,"logBytes":%d,"replaceGeneration":%d,"nodeCount":%d`,
+		layoutVersion, s.Format, session.FoldVersion, id, s.Last(), s.StreamSeq, s.Digest, s.Chain, s.Time, s.LogBytes, s.Surface.Generation(), s.Surface.Len())
 	if s.Surface.Len() > 0 {
 		b = fmt.Appendf(b, `,"headType":"%s"`, s.Surface.Node(0).Kind.Type())
 	}
@@ -308,7 +329,10 @@ func (s *Snapshot) appendHead(b []byte) ([]byte, error) {
 	if b, err = s.appendNodes(b, s.tailAt, s.Surface.Len()-s.tailAt); err != nil {
 		return nil, err
 	}
-	life, err := json.Marshal(s.Life.Snapshot())
+	state := s.Life.Snapshot()
+	// Their order tells when the state was loaded last, and nothing else.
+	slices.SortFunc(state.Answered, func(a, b lifecycle.Call) int { return strings.Compare(a.ID, b.ID) })
+	life, err := json.Marshal(state)
 	if err != nil {
 		return nil, err
 	}
@@ -339,8 +363,10 @@ func ParseHead(b []byte, session string) (*Head, error) {
 		return nil, bad("session: expected %q, found %q", session, h.Session)
 	case h.Format != events.Format3 && h.Format != events.Format4:
 		return nil, bad("format: expected 3 or 4, found %d", h.Format)
-	case h.Seq < events.NoSeq || h.NodeCount < 0:
-		return nil, bad("seq %d and nodeCount %d: expected no negative numbers", h.Seq, h.NodeCount)
+	case h.Seq < events.NoSeq || h.Seq > events.MaxSeq || h.NodeCount < 0 || h.ReplaceGeneration < 0:
+		return nil, bad("seq %d, nodeCount %d and replaceGeneration %d: expected numbers from 0 to 2^53-1", h.Seq, h.NodeCount, h.ReplaceGeneration)
+	case h.NextPage < 0 || h.NextPage > int64(events.MaxSeq):
+		return nil, bad("nextPage: expected a number from 0 to 2^53-1, found %d", h.NextPage)
 	}
 	return h, nil
 }
@@ -348,7 +374,7 @@ func ParseHead(b []byte, session string) (*Head, error) {
 // Restore makes a snapshot of a head and its index pages, given in the head's order.
 func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) {
 	s := &Snapshot{State: &session.State{
-		ID: h.Session, Format: h.Format, Next: h.Seq + 1, StreamSeq: h.StreamSeq, Time: h.Time,
+		ID: h.Session, Format: h.Format, Next: h.Seq + 1, StreamSeq: h.StreamSeq, Time: h.Time, LogBytes: h.LogBytes,
 		Writer: h.Writer, Life: lifecycle.Restore(h.Lifecycle),
 	}, nextPage: h.NextPage}
 	bad := func(format string, args ...any) error { return s.damaged(format, args...) }
@@ -362,13 +388,21 @@ func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) 
 	if len(index) != len(h.Index) {
 		return nil, bad("%d index pages for %d numbers", len(index), len(h.Index))
 	}
-	nodes := make([]surface.Node, 0, h.NodeCount)
+	nodes := make([]surface.Node, 0, len(h.Tail))
 	take := func(entries []PageEntry) (pages []page, count int, err error) {
 		for _, e := range entries {
-			if len(e.Seqs) != e.Count || e.Count == 0 {
+			switch {
+			case len(e.Seqs) != e.Count || e.Count == 0:
 				return nil, 0, bad("page %d: count %d, but %d seqs", e.N, e.Count, len(e.Seqs))
+			case e.N < 0 || e.N >= h.NextPage:
+				return nil, 0, bad("page %d: expected a number below nextPage, %d", e.N, h.NextPage)
+			case e.Bytes < 0:
+				return nil, 0, bad("page %d: bytes: expected a size, found %d", e.N, e.Bytes)
 			}
 			for _, seq := range e.Seqs {
+				if seq < 0 || seq > h.Seq {
+					return nil, 0, bad("page %d: node %d: expected a seq from 0 to the head's, %d", e.N, seq, h.Seq)
+				}
 				nodes = append(nodes, surface.Node{Seq: seq})
 			}
 			pages = append(pages, page{n: e.N, count: e.Count, bytes: e.Bytes, written: true})
@@ -378,6 +412,14 @@ func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) 
 	}
 	for i, ip := range index {
 		g := group{n: h.Index[i], written: true}
+		switch {
+		case g.n < 0 || g.n >= h.NextPage:
+			return nil, bad("index page %d: expected a number below nextPage, %d", g.n, h.NextPage)
+		case ip.V != layoutVersion:
+			return nil, bad("index page %d: layout version: expected %d, found %d", g.n, layoutVersion, ip.V)
+		case len(ip.Pages) == 0:
+			return nil, bad("index page %d: expected entries, found none", g.n)
+		}
 		if g.pages, g.nodes, err = take(ip.Pages); err != nil {
 			return nil, err
 		}
@@ -388,6 +430,9 @@ func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) 
 	}
 	s.tailAt = len(nodes)
 	for i := range h.Tail {
+		if wrong := h.Tail[i].check(h.Seq); wrong != "" {
+			return nil, bad("tail: %s", wrong)
+		}
 		var n surface.Node
 		h.Tail[i].fill(&n)
 		s.tailSize += int64(n.Size)
@@ -397,7 +442,11 @@ func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) 
 		return nil, bad("nodeCount %d, but %d nodes in index and tail", h.NodeCount, len(nodes))
 	}
 	if len(nodes) > 0 {
-		nodes[0].Kind = events.SurfaceKind(h.HeadType)
+		kind := events.SurfaceKind(h.HeadType)
+		if !kind.OnSurface() || s.tailAt == 0 && kind != nodes[0].Kind {
+			return nil, bad("headType: expected the type of node %d, found %q", nodes[0].Seq, h.HeadType)
+		}
+		nodes[0].Kind = kind
 	}
 	s.Surface = surface.Restore(h.Format, keep, h.ReplaceGeneration, nodes)
 	return s, nil
@@ -433,12 +482,12 @@ func Difference(want, got []byte) string {
 		}
 		return string(m)
 	}
-	for k, v := range a {
-		if !bytes.Equal(v, b[k]) {
-			return fmt.Sprintf("%s: expected %s, found %s", k, clip(v), clip(b[k]))
+	for _, k := range slices.Sorted(maps.Keys(a)) {
+		if !bytes.Equal(a[k], b[k]) {
+			return fmt.Sprintf("%s: expected %s, found %s", k, clip(a[k]), clip(b[k]))
 		}
 	}
-	for k := range b {
+	for _, k := range slices.Sorted(maps.Keys(b)) {
 		if _, ok := a[k]; !ok {
 			return fmt.Sprintf("unexpected member %s", k)
 		}

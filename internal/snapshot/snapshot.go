@@ -165,12 +165,25 @@ func (s *Snapshot) Fill(n int64, nodes []PageNode) error {
 			if len(nodes) != p.count {
 				return s.damaged("page %d has %d nodes, its index entry says %d", n, len(nodes), p.count)
 			}
+			var bytes int64
 			for i := range nodes {
 				to := s.Surface.Node(first + i)
 				if nodes[i].Seq != to.Seq {
 					return s.damaged("page %d has node %d where its index entry says %d", n, nodes[i].Seq, to.Seq)
 				}
-				if to.Body == nil {
+				if wrong := nodes[i].check(s.Last()); wrong != "" {
+					return s.damaged("page %d: %s", n, wrong)
+				}
+				if kind := events.SurfaceKind(nodes[i].Type); to.Kind.OnSurface() && to.Kind != kind {
+					return s.damaged("page %d: node %d: expected a %s, found a %s", n, to.Seq, to.Kind.Type(), kind.Type())
+				}
+				bytes += int64(nodes[i].Size)
+			}
+			if bytes != p.bytes {
+				return s.damaged("page %d has %d bytes, its index entry says %d", n, bytes, p.bytes)
+			}
+			for i := range nodes {
+				if to := s.Surface.Node(first + i); to.Body == nil {
 					nodes[i].fill(to)
 				}
 			}

@@ -128,6 +128,9 @@ func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (g
 		if err != nil {
 			return false, err
 		}
+		if p.V != layoutVersion {
+			return false, snap.damaged("page %d: layout version: expected %d, found %d", n, layoutVersion, p.V)
+		}
 		if err := snap.Fill(n, p.Nodes); err != nil {
 			return false, err
 		}

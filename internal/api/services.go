@@ -1,0 +1,181 @@
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/micro"
+
+	"palimpsest/internal/appender"
+	"palimpsest/internal/events"
+)
+
+// ServiceConfig is a program's NATS side.
+type ServiceConfig struct {
+	// Prefix is the first token of the subjects. Defaults to palimpsest.
+	Prefix string
+	// Version is the service's version, as a semantic version. Defaults to 0.1.0.
+	Version string
+	// Parallel is how many requests are worked on at the same time. Defaults to 256; the
+	// others wait in the client's buffers.
+	Parallel int
+	// Logger hears of failed requests. Defaults to slog.Default().
+	Logger *slog.Logger
+}
+
+// Services answers requests over NATS: the same operations, bodies and problems as over HTTP.
+// It is a platform.Service.
+type Services struct {
+	conn  *nats.Conn
+	name  string
+	ops   []operation
+	cfg   ServiceConfig
+	slots chan struct{}
+
+	mu      sync.Mutex
+	service micro.Service
+	running sync.WaitGroup
+}
+
+// NewAppenderServices returns the appender's NATS services: <prefix>.append.<token> and so on.
+func NewAppenderServices(conn *nats.Conn, a *appender.Appender, cfg ServiceConfig) *Services {
+	if cfg.Prefix == "" {
+		cfg.Prefix = "palimpsest"
+	}
+	if cfg.Version == "" {
+		cfg.Version = "0.1.0"
+	}
+	if cfg.Parallel == 0 {
+		cfg.Parallel = 256
+	}
+	if cfg.Logger == nil {
+		cfg.Logger = slog.Default()
+	}
+	o := &appends{a}
+	return &Services{conn: conn, name: "palimpsest-appender", ops: o.operations(), cfg: cfg, slots: make(chan struct{}, cfg.Parallel)}
+}
+
+// Start begins to answer.
+func (s *Services) Start(context.Context) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.service != nil {
+		return fmt.Errorf("api: service %s runs already", s.name)
+	}
+	svc, err := micro.AddService(s.conn, micro.Config{
+		Name: s.name, Version: s.cfg.Version, Description: "Appends to agent sessions; subjects end in the session's token",
+		QueueGroup: s.name,
+	})
+	if err != nil {
+		return fmt.Errorf("api: service %s: %w", s.name, err)
+	}
+	for _, op := range s.ops {
+		h := micro.HandlerFunc(func(r micro.Request) { s.serve(op, r) })
+		if err := svc.AddEndpoint(op.name, h, micro.WithEndpointSubject(s.cfg.Prefix+"."+op.name+".*")); err != nil {
+			_ = svc.Stop()
+			return fmt.Errorf("api: endpoint %s: %w", op.name, err)
+		}
+	}
+	s.service = svc
+	return nil
+}
+
+// Stop takes no further requests and waits for those that are being worked on.
+func (s *Services) Stop(ctx context.Context) error {
+	s.mu.Lock()
+	svc := s.service
+	s.service = nil
+	s.mu.Unlock()
+	if svc == nil {
+		return nil
+	}
+	err := svc.Stop()
+	done := make(chan struct{})
+	go func() {
+		s.running.Wait()
+		close(done)
+	}()
+	select {
+	case <-done:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// serve works on a request in a goroutine of its own: an endpoint's requests come one by one.
+func (s *Services) serve(op operation, r micro.Request) {
+	s.slots <- struct{}{}
+	s.running.Add(1)
+	go func() {
+		defer func() {
+			if p := recover(); p != nil {
+				s.cfg.Logger.Error("panic in a service", "subject", r.Subject(), "panic", fmt.Sprint(p))
+				s.refuse(r, &events.Error{Code: events.CodeInternal, Detail: "the server made a mistake; it is in its log"})
+			}
+			<-s.slots
+			s.running.Done()
+		}()
+		out, err := s.answer(op, r)
+		if err != nil {
+			s.refuse(r, err)
+			return
+		}
+		h := micro.Headers{"Content-Type": {typeJSON}, "Palimpsest-Status": {strconv.Itoa(out.status)}}
+		if out.etag != "" {
+			h["ETag"] = []string{out.etag}
+		}
+		body, err := events.Marshal(out.body)
+		if err == nil {
+			err = r.Respond(body, micro.WithHeaders(h))
+		}
+		if err != nil {
+			s.cfg.Logger.Warn("answer could not be sent", "subject", r.Subject(), "err", err)
+		}
+	}()
+}
+
+func (s *Services) answer(op operation, r micro.Request) (*output, error) {
+	subject := r.Subject()
+	session, err := events.SessionOf(subject[strings.LastIndexByte(subject, '.')+1:])
+	if err != nil {
+		return nil, &events.Error{Code: events.CodeSessionID, Detail: err.Error() + "; write every byte of the id outside [A-Za-z0-9_-] as =XX"}
+	}
+	in := &input{session: session, body: r.Data(), query: &query{Values: url.Values{}}, header: func(name string) string {
+		for k, v := range r.Headers() { // NATS headers keep the case in which they were sent
+			if strings.EqualFold(k, name) && len(v) > 0 {
+				return v[0]
+			}
+		}
+		return ""
+	}}
+	if op.types != nil {
+		if in.contentType, err = contentType(in.header("Content-Type"), op.types); err != nil {
+			return nil, err
+		}
+	}
+	return op.do(context.Background(), in)
+}
+
+// refuse answers with the problem document that HTTP would have, in the body of a service error.
+func (s *Services) refuse(r micro.Request, err error) {
+	p := ProblemOf(err)
+	body, merr := json.Marshal(p)
+	if merr != nil {
+		body = nil
+	}
+	if p.Status >= http.StatusInternalServerError {
+		s.cfg.Logger.Warn("request failed", "subject", r.Subject(), "status", p.Status, "err", err)
+	}
+	if rerr := r.Error(strconv.Itoa(p.Status), p.Title, body, micro.WithHeaders(micro.Headers{"Content-Type": {"application/problem+json"}})); rerr != nil {
+		s.cfg.Logger.Warn("answer could not be sent", "subject", r.Subject(), "err", rerr)
+	}
+}
