@@ -79,6 +79,7 @@ type State struct {
 	calls      []Call
 	byID       map[string]int // position in calls
 	agents     map[string]string
+	shared     bool // with a copy: calls, byID and agents must be cloned before they change
 
 	// unread holds events of the open step whose data nobody needed yet: most steps end
 	// before anybody asks, and then the data is never scanned.
@@ -119,13 +120,21 @@ func Restore(sn Snapshot) *State {
 	return s
 }
 
-// Clone returns a copy that shares nothing that changes.
+// Clone returns a copy that changes on its own. It is cheap: the copies share what they hold
+// until one of them changes it.
 func (s *State) Clone() *State {
+	s.shared = true
 	c := *s
-	c.calls, c.byID = slices.Clone(s.calls), maps.Clone(s.byID)
-	c.agents = maps.Clone(s.agents)
-	c.unread = slices.Clone(s.unread)
+	c.unread = slices.Clip(s.unread)
 	return &c
+}
+
+// own makes sure that no copy sees what is about to change.
+func (s *State) own() {
+	if s.shared {
+		s.calls, s.byID, s.agents = slices.Clone(s.calls), maps.Clone(s.byID), maps.Clone(s.agents)
+		s.shared = false
+	}
 }
 
 // Freeze makes the state check the events that it holds against what was committed before it
@@ -182,6 +191,9 @@ func (s *State) Bytes() int { return 256 + 96*len(s.calls) + 64*len(s.agents) + 
 // Check says which lifecycle rule an event would break, nil when none. It changes nothing
 // that anybody can see.
 func (s *State) Check(e *events.Event) *events.Error {
+	if s.mutated != nil {
+		return s.mutated
+	}
 	switch e.Type {
 	case "turn/start", "turn/end", "step/start", "step/end", "assistant/chunk", "assistant/attempt",
 		events.TypeAssistant, "tool/call", events.TypeSystem, events.TypeTool, "agent/status":
@@ -312,6 +324,7 @@ func (s *State) Apply(e *events.Event) {
 		}
 	case "agent/status":
 		f := e.Fields()
+		s.own()
 		switch {
 		case f.Agent == "":
 		case f.Status == statusIdle:
@@ -348,6 +361,10 @@ func (s *State) closeStep() {
 
 // readOpenStep takes in the calls and results of the open step that are still unread.
 func (s *State) readOpenStep() {
+	if len(s.unread) == 0 {
+		return
+	}
+	s.own()
 	for _, e := range s.unread {
 		if s.freeze && e.sum != sha256.Sum256(e.Line) {
 			seq := e.Seq
