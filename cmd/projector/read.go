@@ -14,7 +14,6 @@ import (
 
 	"palimpsest/internal/api"
 	"palimpsest/internal/events"
-	"palimpsest/internal/platform"
 	"palimpsest/internal/projection"
 )
 
@@ -22,7 +21,8 @@ import (
 // for pipes is what HTTP answers.
 func (s *store) get(ctx context.Context, path string, q url.Values) ([]byte, error) {
 	worker := projection.NewWorker(s.journal, s.buckets, projection.NewHeads(), projection.Config{})
-	h := api.NewProjector(s.reader(), worker, s.auditor(), api.ProjectorConfig{})
+	reader := s.reader()
+	h := api.NewProjector(reader, worker, projection.NewHubs(reader, s.conns.Publish[0]), s.auditor(), api.ProjectorConfig{})
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, path+"?"+q.Encode(), nil)
 	if err != nil {
 		return nil, err
@@ -32,11 +32,16 @@ func (s *store) get(ctx context.Context, path string, q url.Values) ([]byte, err
 	if rec.status == http.StatusOK {
 		return rec.body.Bytes(), nil
 	}
+	return nil, problemIn(rec.status, rec.body.Bytes())
+}
+
+// problemIn turns a problem document into the error that it stands for.
+func problemIn(status int, body []byte) error {
 	var p api.Problem
-	if err := json.Unmarshal(rec.body.Bytes(), &p); err != nil {
-		return nil, fmt.Errorf("status %d: %s", rec.status, &rec.body)
+	if err := json.Unmarshal(body, &p); err != nil || p.Code == "" {
+		return fmt.Errorf("status %d: %s", status, body)
 	}
-	return nil, &events.Error{Code: p.Code, Rule: p.Rule, Session: p.Session, Detail: p.Detail}
+	return &events.Error{Code: p.Code, Rule: p.Rule, Session: p.Session, Seq: p.Seq, Detail: p.Detail}
 }
 
 // capture is an answer in memory.
@@ -353,24 +358,70 @@ func (c *sessionsCmd) Run(ctx context.Context) error {
 	})
 }
 
-type statusCmd struct {
+// urlFlag says where a projector serves.
+type urlFlag struct {
 	URL string `name:"url" help:"HTTP API of the projector." default:"http://127.0.0.1:8081"`
 }
 
-func (c *statusCmd) Run(ctx context.Context) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(c.URL, "/")+"/v1/status", nil)
+// call asks a running projector.
+func (f urlFlag) call(ctx context.Context, method, path string) ([]byte, error) {
+	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(f.URL, "/")+path, nil)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
-		return fmt.Errorf("%w; is a projector serving there?", err)
+		return nil, fmt.Errorf("%w; is a projector serving there?", err)
 	}
 	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		b, _ := io.ReadAll(io.LimitReader(resp.Body, 4<<10))
-		return &platform.ExitError{Code: platform.ExitFailed, Err: fmt.Errorf("status %d: %s", resp.StatusCode, b)}
+	b, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = problemIn(resp.StatusCode, b)
 	}
-	_, err = io.Copy(os.Stdout, resp.Body)
-	return err
+	return b, err
+}
+
+type statusCmd struct {
+	urlFlag
+	JSON bool `name:"json" help:"Print what the HTTP API answers."`
+}
+
+func (c *statusCmd) Run(ctx context.Context) error {
+	b, err := c.call(ctx, http.MethodGet, "/v1/status")
+	if err != nil {
+		return err
+	}
+	if c.JSON {
+		_, err = os.Stdout.Write(b)
+		return err
+	}
+	var st struct {
+		CaughtUp          bool
+		Lag               *uint64
+		OldestUnflushedMs int64
+		Quarantined       []projection.Quarantine
+		Partitions        []projection.PartitionStatus
+	}
+	if err := json.Unmarshal(b, &st); err != nil {
+		return err
+	}
+	lag := "unknown"
+	if st.Lag != nil {
+		lag = fmt.Sprint(*st.Lag)
+	}
+	fmt.Printf("caught up: %t   lag: %s commits   oldest unflushed: %d ms   quarantined: %d\n", st.CaughtUp, lag, st.OldestUnflushedMs, len(st.Quarantined))
+	fmt.Printf("%9s %12s %12s %8s %9s %12s\n", "partition", "read", "checkpoint", "lag", "sessions", "bytes")
+	for _, p := range st.Partitions {
+		lag := "?"
+		if p.Lag != nil {
+			lag = fmt.Sprint(*p.Lag)
+		}
+		fmt.Printf("%9d %12d %12d %8s %9d %12d %s\n", p.Partition, p.Read, p.Checkpoint, lag, p.Sessions, p.Bytes, p.Error)
+	}
+	for i := range st.Quarantined {
+		if err := printRecord(&st.Quarantined[i], false); err != nil {
+			return err
+		}
+	}
+	return nil
 }

@@ -33,7 +33,7 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	})
 	reader := projection.NewReader(s.journal, s.headers, s.buckets, heads)
 	g.Add("worker", worker)
-	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: api.NewProjector(reader, worker, s.auditor(), api.ProjectorConfig{Ready: s.ready})})
+	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: api.NewProjector(reader, worker, projection.NewHubs(reader, s.conns.Publish[0]), s.auditor(), api.ProjectorConfig{Ready: s.ready})})
 	g.Add("http", http)
 	g.Add("ready", platform.NewRunner(func(ctx context.Context, ready func()) error {
 		slog.Info("serving", "http", http.URL(), "nats", c.NATS, "config", *c)

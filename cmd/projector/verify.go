@@ -5,7 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"net/http"
+	"net/url"
 	"os"
+	"slices"
 	"time"
 
 	"palimpsest/internal/audit"
@@ -46,9 +50,9 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 			for _, f := range rep.Findings {
 				fmt.Println(f)
 			}
-			fmt.Printf("%d sessions, %d commits, %d events, %d pages verified: %d findings\n", rep.Sessions, rep.Commits, rep.Events, rep.Pages, len(rep.Findings))
-			for rule, n := range rep.Violations {
-				fmt.Printf("lifecycle rule %s broken %d times (no finding: it was not enforced)\n", rule, n)
+			fmt.Printf("sessions %d, commits %d, events %d, pages %d verified: %d findings\n", rep.Sessions, rep.Commits, rep.Events, rep.Pages, len(rep.Findings))
+			for _, rule := range slices.Sorted(maps.Keys(rep.Violations)) {
+				fmt.Printf("lifecycle rule %s broken %d times (no finding: it was not enforced)\n", rule, rep.Violations[rule])
 			}
 		}
 		if !rep.OK() {
@@ -61,6 +65,22 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 type quarantineCmd struct {
 	List quarantineListCmd `cmd:"" help:"List sessions in quarantine."`
 	Show quarantineShowCmd `cmd:"" help:"Show why a session is in quarantine."`
+
+	Retry quarantineRetryCmd `cmd:"" help:"Have a running projector fold a session again."`
+}
+
+type quarantineRetryCmd struct {
+	urlFlag
+	Session string `arg:"" help:"Session id."`
+}
+
+func (c *quarantineRetryCmd) Run(ctx context.Context) error {
+	b, err := c.call(ctx, http.MethodPost, "/v1/sessions/"+url.PathEscape(c.Session)+"/retry")
+	if err != nil {
+		return err
+	}
+	_, err = os.Stdout.Write(b)
+	return err
 }
 
 type quarantineListCmd struct {

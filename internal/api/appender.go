@@ -71,11 +71,14 @@ func overHTTP(op operation, maxBody int64) handler {
 			return in.query.err
 		}
 		if op.types != nil {
-			ct, err := contentType(r.Header.Get("Content-Type"), op.types)
-			if err != nil {
+			given := r.Header.Get("Content-Type")
+			if r.ContentLength == 0 { // nothing is of any type; curl -d '' says that it is a form
+				given = ""
+			}
+			var err error
+			if in.contentType, err = contentType(given, op.types); err != nil {
 				return err
 			}
-			in.contentType = ct
 			if in.body, err = readBody(w, r, maxBody); err != nil {
 				return err
 			}
@@ -131,7 +134,11 @@ func contentType(ct string, accepted []string) (string, error) {
 		return "", refuse("expected charset utf-8, found %q", cs)
 	}
 	if !slices.Contains(accepted, mt) {
-		return "", refuse("expected %s, found %s", strings.Join(accepted, " or "), mt)
+		hint := ""
+		if mt == "application/x-www-form-urlencoded" {
+			hint = " (curl -d sends that; use curl --json)"
+		}
+		return "", refuse("expected %s, found %s%s", strings.Join(accepted, " or "), mt, hint)
 	}
 	return mt, nil
 }

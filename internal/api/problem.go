@@ -3,7 +3,6 @@
 package api
 
 import (
-	"encoding/json"
 	"errors"
 	"net/http"
 	"strconv"
@@ -76,7 +75,7 @@ func ProblemOf(err error) Problem {
 		ExpectedSeq: e.ExpectedSeq, ActualSeq: e.ActualSeq, Epoch: e.Epoch, Commit: e.Commit,
 	}
 	if e.Rule == events.RuleJSONMalformed {
-		p.Status = http.StatusBadRequest
+		p.Status, p.Title = http.StatusBadRequest, "The JSON is not readable"
 	}
 	return p
 }
@@ -91,7 +90,9 @@ func writeProblem(w http.ResponseWriter, err error) {
 		w.Header().Set("Retry-After", strconv.Itoa(retryAfter))
 	}
 	w.WriteHeader(p.Status)
-	_ = json.NewEncoder(w).Encode(p) // the client may be gone
+	if b, err := events.Marshal(p); err == nil {
+		_, _ = w.Write(append(b, '\n')) // the client may be gone
+	}
 }
 
 func badRequest(detail string) error {

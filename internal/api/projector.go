@@ -1,7 +1,6 @@
 package api
 
 import (
-	"bytes"
 	"context"
 	"encoding/base64"
 	"encoding/json"
@@ -16,6 +15,7 @@ import (
 	"palimpsest/internal/audit"
 	"palimpsest/internal/events"
 	"palimpsest/internal/projection"
+	"palimpsest/internal/provider"
 	"palimpsest/internal/session"
 )
 
@@ -34,14 +34,15 @@ type ProjectorConfig struct {
 }
 
 type projectorAPI struct {
-	r   *projection.Reader
-	w   *projection.Worker
-	a   *audit.Auditor
-	cfg ProjectorConfig
+	r    *projection.Reader
+	w    *projection.Worker
+	a    *audit.Auditor
+	hubs *projection.Hubs
+	cfg  ProjectorConfig
 }
 
 // NewProjector returns the handler of the projector's API.
-func NewProjector(r *projection.Reader, wk *projection.Worker, a *audit.Auditor, cfg ProjectorConfig) http.Handler {
+func NewProjector(r *projection.Reader, wk *projection.Worker, hubs *projection.Hubs, a *audit.Auditor, cfg ProjectorConfig) http.Handler {
 	if cfg.WaitDefault == 0 {
 		cfg.WaitDefault = 5 * time.Second
 	}
@@ -54,7 +55,7 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, a *audit.Auditor,
 	if cfg.Logger == nil {
 		cfg.Logger = slog.Default()
 	}
-	s := &projectorAPI{r, wk, a, cfg}
+	s := &projectorAPI{r, wk, a, hubs, cfg}
 	rt := newRouter(cfg.Logger)
 	rt.handle("GET", "/v1/sessions", s.sessions)
 	rt.handle("GET", "/v1/sessions/{id}", s.session)
@@ -63,6 +64,7 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, a *audit.Auditor,
 	rt.handle("GET", "/v1/sessions/{id}/transcript", s.transcript)
 	rt.handle("GET", "/v1/sessions/{id}/events", s.events)
 	rt.handle("GET", "/v1/sessions/{id}/export", s.export)
+	rt.handle("GET", "/v1/sessions/{id}/watch", s.watch)
 	rt.handle("GET", "/v1/sessions/{id}/verify", s.verify)
 	rt.handle("POST", "/v1/sessions/{id}/retry", s.retry)
 	rt.handle("GET", "/v1/status", s.status)
@@ -89,17 +91,27 @@ func (s *projectorAPI) want(q *query) projection.Want {
 	return w
 }
 
-var wantParams = []string{"minSeq", "timeout", "fresh"}
+var wantParams = []string{"minSeq", "timeout", "fresh", "at"}
 
 // view reads the snapshot that a request asks for, and answers 304 when the client has it
 // already; the view is nil then.
-func (s *projectorAPI) view(w http.ResponseWriter, r *http.Request, id string) (*projection.View, error) {
-	q := readQuery(r, wantParams...)
+func (s *projectorAPI) view(w http.ResponseWriter, r *http.Request, id string, more ...string) (*projection.View, error) {
+	q := readQuery(r, append(more, wantParams...)...)
 	want := s.want(q)
 	if q.err != nil {
 		return nil, q.err
 	}
-	v, err := s.r.View(r.Context(), id, want)
+	var v *projection.View
+	var err error
+	if at := q.seq("at", events.NoSeq); at == events.NoSeq && q.err == nil {
+		v, err = s.r.View(r.Context(), id, want)
+	} else if q.err != nil {
+		return nil, q.err
+	} else if q.Has("minSeq") || q.Has("fresh") {
+		return nil, badRequest("at: expected without minSeq and fresh, which ask for something newer")
+	} else {
+		v, err = s.r.At(r.Context(), id, at)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -135,17 +147,46 @@ func open(v *projection.View) []byte {
 }
 
 func (s *projectorAPI) messages(w http.ResponseWriter, r *http.Request, id string) error {
-	v, err := s.view(w, r, id)
+	v, err := s.view(w, r, id, "format")
 	if err != nil || v == nil {
 		return err
 	}
-	msgs, err := v.Surface.Messages()
-	if err != nil {
-		return err
+	var list []provider.Message
+	for i := range v.Surface.Len() {
+		n := v.Surface.Node(i)
+		m, err := n.Message(v.Format)
+		if err != nil {
+			return err
+		}
+		if m != nil {
+			list = append(list, provider.Message{Seq: n.Seq, Kind: n.Kind, JSON: m})
+		}
 	}
-	b := append(open(v), `,"messages":[`...)
-	b = append(b, bytes.Join(msgs, []byte{','})...)
-	return writeBody(w, "application/json", append(b, "]}\n"...))
+	b := append(open(v), ',')
+	if f := r.URL.Query().Get("format"); f != "" && f != "json" {
+		rendered, err := provider.Render(provider.Target(f), v.Format, list)
+		if err != nil {
+			return err
+		}
+		b = rendered.AppendJSON(b)
+		return writeBody(w, typeJSON, append(b, "}\n"...))
+	}
+	b = append(b, `"messages":[`...)
+	for i := range list {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = append(b, list[i].JSON...)
+	}
+	b = append(b, ']')
+	if unpaired := provider.Unpaired(v.Format, list); len(unpaired) > 0 {
+		u, err := events.Marshal(unpaired)
+		if err != nil {
+			return err
+		}
+		b = append(append(b, `,"unpaired":`...), u...)
+	}
+	return writeBody(w, typeJSON, append(b, "}\n"...))
 }
 
 func (s *projectorAPI) surface(w http.ResponseWriter, r *http.Request, id string) error {

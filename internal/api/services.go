@@ -2,7 +2,6 @@ package api
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -168,7 +167,7 @@ func (s *Services) answer(op operation, r micro.Request) (*output, error) {
 // refuse answers with the problem document that HTTP would have, in the body of a service error.
 func (s *Services) refuse(r micro.Request, err error) {
 	p := ProblemOf(err)
-	body, merr := json.Marshal(p)
+	body, merr := events.Marshal(p)
 	if merr != nil {
 		body = nil
 	}

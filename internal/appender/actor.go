@@ -1,6 +1,7 @@
 package appender
 
 import (
+	"bytes"
 	"container/list"
 	"context"
 	"errors"
@@ -53,6 +54,8 @@ type actor struct {
 
 	state *session.State // nil until loaded, and whenever it cannot be trusted
 	keys  *keyWindow     // nil until an append with an idempotency key comes
+
+	unborn *events.Header // the header of a session that is not stored yet; nil for others
 }
 
 // run works until the queue is empty.
@@ -77,11 +80,8 @@ func (s *actor) do(group []*work) {
 	defer cancel()
 	fresh := s.state == nil // as new as the log's end when it was loaded just now
 	if fresh {
-		s.keys = nil
-		if err := s.a.load(ctx, s, false); err != nil {
-			for _, w := range group {
-				w.finish(nil, err)
-			}
+		if err := s.reload(ctx); err != nil {
+			s.fail(group, err)
 			return
 		}
 	}
@@ -103,8 +103,21 @@ func (s *actor) do(group []*work) {
 			}
 			return
 		}
+		if s.state == nil { // lost with a commit whose outcome is not known
+			if err := s.reload(ctx); err != nil {
+				s.fail(group, err)
+				return
+			}
+			fresh = true
+		}
 		group = s.try(ctx, group, &fresh)
 	}
+}
+
+// reload makes the state that there is none of.
+func (s *actor) reload(ctx context.Context) error {
+	s.keys = nil
+	return s.a.load(ctx, s, false)
 }
 
 // try plans the group as one commit and publishes it. It returns the work that is to be tried
@@ -126,8 +139,9 @@ func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*w
 		if err == nil {
 			sh, err = s.plan(ctx, batch, w)
 		}
-		if err != nil && !*fresh && judged(err) {
-			// What was found wrong may be so only because others appended meanwhile.
+		if !*fresh && (judged(err) || err == nil && sh == nil) {
+			// What was found wrong, or to need nothing, may be so only because others
+			// appended meanwhile.
 			batch.Rollback()
 			*fresh = true
 			if _, err := s.catchUp(ctx); err != nil {
@@ -135,6 +149,10 @@ func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*w
 				return nil
 			}
 			return append(s.waiting(in, group[i:]), again...)
+		}
+		if in != nil && judged(err) {
+			again = append(again, w) // to be judged by what is stored in the end
+			continue
 		}
 		switch {
 		case err != nil && w.Expected != nil:
@@ -168,6 +186,15 @@ func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, 
 		}
 	}
 	batch.Seal(c)
+	if err := s.bear(ctx); err != nil {
+		batch.Rollback()
+		s.state = nil
+		if errors.Is(err, errOtherHeader) {
+			return s.waiting(in, nil)
+		}
+		s.fail(s.waiting(in, nil), err)
+		return nil
+	}
 	dup, err := s.a.log.Publish(ctx, c, s.state.StreamSeq)
 	var conflict *journal.ConflictError
 	switch {
@@ -187,6 +214,9 @@ func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, 
 		*fresh = true
 		if err := s.absorb(ctx, conflict); err != nil {
 			s.state = nil
+			if ctx.Err() != nil {
+				err = s.overtaken(err)
+			}
 			s.fail(s.waiting(in, nil), err)
 			return nil
 		}
@@ -194,9 +224,40 @@ func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, 
 	default:
 		batch.Rollback()
 		s.state = nil // what the log holds now is not known
+		if !isOurs(err) {
+			// The time was up before anything was sent.
+			err = s.overtaken(err)
+		}
 		s.fail(s.waiting(in, nil), err)
 		return nil
 	}
+}
+
+// overtaken is the error of an append for which others were first until its time was up.
+func (s *actor) overtaken(cause error) error {
+	return &events.Error{Code: events.CodeOverloaded, Session: s.id, Cause: cause, Detail: fmt.Sprintf("other appenders were first for %v; try again later", s.a.cfg.LoadTimeout)}
+}
+
+// errOtherHeader says that a session was created with another header than the default one
+// that its first events were planned with.
+var errOtherHeader = errors.New("appender: the session was created meanwhile")
+
+// bear stores the default header of a session that nobody created, now that it is about to get
+// its first event: a refused append leaves no session behind.
+func (s *actor) bear(ctx context.Context) error {
+	if s.unborn == nil {
+		return nil
+	}
+	h := s.unborn
+	stored, _, err := s.a.headers.Create(ctx, h)
+	if err != nil {
+		return err
+	}
+	s.unborn = nil
+	if !bytes.Equal(stored.Raw, h.Raw) {
+		return errOtherHeader
+	}
+	return nil
 }
 
 // share is one caller's part of a commit.
@@ -223,6 +284,12 @@ func (s *actor) fail(ws []*work, err error) {
 	for _, w := range ws {
 		w.finish(nil, err)
 	}
+}
+
+// isOurs reports whether an error is an *events.Error.
+func isOurs(err error) bool {
+	var e *events.Error
+	return errors.As(err, &e)
 }
 
 // judged reports whether an error depends on what the session's log holds.
@@ -263,7 +330,7 @@ func (s *actor) plan(ctx context.Context, batch *session.Batch, w *work) (*share
 	at := batch.Mark()
 	sh := &share{w: w, first: s.state.Next}
 	seen := len(batch.Violations())
-	size := 0
+	size := events.KeyReserve(w.Key)
 	for i := range len(raws) + len(w.Parsed) {
 		e, err := s.event(w, raws, i)
 		if err == nil {
@@ -448,12 +515,33 @@ func (s *actor) load(ctx context.Context, h *events.Header, fromLog bool) error 
 	if *s.a.cfg.Freeze {
 		st.Life.Freeze()
 	}
-	err := s.a.log.ReadToEnd(ctx, s.id, st.StreamSeq, func(c *events.Commit) error { return s.fold(ctx, c) })
+	// The head's own commit is read too: a power cut may have taken it from an unsynced log,
+	// and others may have its place since.
+	head, found := st.StreamSeq, st.StreamSeq == 0
+	err := s.a.log.ReadToEnd(ctx, s.id, max(head, 1)-1, func(c *events.Commit) error {
+		if !found {
+			if found = c.StreamSeq == head && c.Chain == st.Chain; !found {
+				return errHeadUnknown
+			}
+			return nil
+		}
+		return s.fold(ctx, c)
+	})
+	if err == nil && !found {
+		err = errHeadUnknown
+	}
 	if err != nil {
 		s.state = nil
 	}
+	if errors.Is(err, errHeadUnknown) {
+		s.a.cfg.Logger.Error("the session's log lacks what its head was made of; reading the whole log", "session", s.id, "seq", int64(st.Last()))
+		return s.load(ctx, h, true)
+	}
 	return err
 }
+
+// errHeadUnknown says that the log does not hold the commit that a head ends with.
+var errHeadUnknown = errors.New("appender: the head's commit is not in the log")
 
 // fold folds a commit that is in the log.
 func (s *actor) fold(ctx context.Context, c *events.Commit) error {
@@ -488,7 +576,7 @@ func (s *actor) fold(ctx context.Context, c *events.Commit) error {
 
 // catchUp folds what the log holds behind the state and reports whether there was anything.
 func (s *actor) catchUp(ctx context.Context) (news bool, err error) {
-	err = s.a.log.LeaderTail(ctx, s.id, s.state.StreamSeq, func(c *events.Commit) error {
+	err = s.a.log.CatchUp(ctx, s.id, s.state.StreamSeq, s.state.Next, func(c *events.Commit) error {
 		news = true
 		return s.fold(ctx, c)
 	})
@@ -504,6 +592,7 @@ func (s *actor) absorb(ctx context.Context, conflict *journal.ConflictError) err
 		// The log ends before the head that the state came from: a power cut took
 		// acknowledged commits of an unsynced store. The log is the truth.
 		s.a.cfg.Logger.Error("the session's log ends before its state; reading the whole log again", "session", s.id, "seq", int64(s.state.Last()))
+		s.keys = nil
 		return s.a.load(ctx, s, true)
 	}
 	for _, c := range conflict.Commits {
@@ -511,7 +600,8 @@ func (s *actor) absorb(ctx context.Context, conflict *journal.ConflictError) err
 			return err
 		}
 	}
-	return nil
+	_, err := s.catchUp(ctx)
+	return err
 }
 
 // closers are the events that repair appends: a new epoch when the session has a writer, so

@@ -169,6 +169,9 @@ func (a *Appender) Create(ctx context.Context, id string, header []byte) (h *eve
 	if err := a.checkHeader(want); err != nil {
 		return nil, false, err
 	}
+	if err := a.notPending(ctx, want.ID); err != nil {
+		return nil, false, err
+	}
 	stored, created, err := a.headers.Create(ctx, want)
 	if err != nil {
 		return nil, false, err
@@ -270,6 +273,7 @@ func (a *Appender) Append(ctx context.Context, r Request) (*Receipt, error) {
 		return nil, err
 	}
 	w := &work{Request: r, ctx: ctx, done: make(chan struct{})}
+	w.size = events.KeyReserve(r.Key)
 	for _, e := range r.Events {
 		w.size += len(e)
 	}
@@ -351,7 +355,6 @@ func (a *Appender) enqueue(w *work) error {
 	s := a.sessions[w.Session]
 	if s == nil {
 		s = &actor{a: a, id: w.Session}
-		a.sessions[w.Session] = s
 	}
 	if len(s.queue) >= a.cfg.Queue {
 		return &events.Error{Code: events.CodeOverloaded, Session: w.Session, Detail: fmt.Sprintf("%d appends wait for this session already; try again later", len(s.queue))}
@@ -359,6 +362,7 @@ func (a *Appender) enqueue(w *work) error {
 	if a.pending+w.size > a.cfg.PendingBytes && a.pending > 0 {
 		return &events.Error{Code: events.CodeOverloaded, Session: w.Session, Detail: fmt.Sprintf("%d bytes of appends are waiting already; try again later", a.pending)}
 	}
+	a.sessions[w.Session] = s
 	a.pending += w.size
 	s.queue = append(s.queue, w)
 	if !s.busy {
@@ -402,17 +406,22 @@ func (a *Appender) rest(s *actor) bool {
 	return true
 }
 
+// lineReserve is how much longer an event's canonical line may be than what its caller wrote:
+// seq, time and a line end.
+const lineReserve = 64
+
 // take removes from the actor's queue what may become one commit.
 func (a *Appender) take(s *actor) []*work {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	n, count, size := 0, 0, 0
+	n, count, size, reserve := 0, 0, 0, 0
 	for n < len(s.queue) {
 		w := s.queue[n]
 		count += len(w.Events) + len(w.Parsed)
 		size += w.size
+		reserve += len(w.Events)*lineReserve + 2*len(w.Key)
 		if n > 0 && (w.solitary() || s.queue[0].solitary() || w.Actor != s.queue[0].Actor ||
-			count > a.cfg.GroupEvents || size > a.cfg.GroupBytes) {
+			count > a.cfg.GroupEvents || size > a.cfg.GroupBytes || size+reserve > a.maxCommit()) {
 			break
 		}
 		n++
@@ -435,9 +444,12 @@ func (a *Appender) release(group []*work) {
 // log alone.
 func (a *Appender) load(ctx context.Context, s *actor, fromLog bool) error {
 	a.stats.Loads.Add(1)
+	s.unborn = nil
 	h, err := a.headers.Get(ctx, s.id)
 	if errors.Is(err, events.ErrSessionNotFound) {
-		h, err = a.adopt(ctx, s.id)
+		if h, err = a.adopt(ctx, s.id); err == nil {
+			s.unborn = h
+		}
 	}
 	if err != nil {
 		return err
@@ -445,24 +457,31 @@ func (a *Appender) load(ctx context.Context, s *actor, fromLog bool) error {
 	return s.load(ctx, h, fromLog)
 }
 
-// adopt gives a session that is unknown a default header, unless it has a log: then its
-// header is still to come, from a fork.
+// adopt makes a default header for a session that is unknown, to be stored with its first
+// event, unless it has a log: then its header is still to come, from a fork.
 func (a *Appender) adopt(ctx context.Context, id string) (*events.Header, error) {
+	if err := a.notPending(ctx, id); err != nil {
+		return nil, err
+	}
+	return events.ParseHeader([]byte("{}"), id, a.cfg.Now().UnixMilli())
+}
+
+// notPending refuses a session that has a log and no header: a fork is under way, and its
+// header alone is the one that the log's chain starts from.
+func (a *Appender) notPending(ctx context.Context, id string) error {
 	last, err := a.log.LeaderLast(ctx, id)
-	if err != nil {
-		return nil, err
+	var garbage *journal.MalformedError
+	switch {
+	case err != nil && !errors.As(err, &garbage):
+		return err
+	case err == nil && last == nil:
+		return nil
 	}
-	if last != nil { // another appender may have adopted it between the two reads
-		h, err := a.headers.Get(ctx, id)
-		if errors.Is(err, events.ErrSessionNotFound) {
-			err = &events.Error{Code: events.CodeSessionPending, Session: id, Detail: "the session has events but no header yet: the fork that makes it is not complete; repeat the fork request"}
-		}
-		return h, err
+	if _, herr := a.headers.Get(ctx, id); !errors.Is(herr, events.ErrSessionNotFound) {
+		return herr // nil: its header is there, maybe since a moment ago
 	}
-	h, err := events.ParseHeader([]byte("{}"), id, a.cfg.Now().UnixMilli())
-	if err != nil {
-		return nil, err
+	if err == nil {
+		err = &events.Error{Code: events.CodeSessionPending, Session: id, Detail: "the session has events but no header yet: the fork that makes it is not complete; repeat the fork request"}
 	}
-	h, _, err = a.headers.Create(ctx, h) // another appender's is as good
-	return h, err
+	return err
 }

@@ -93,7 +93,21 @@ func (s *actor) readKeys(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if last > 0 && last < s.state.StreamSeq {
+		if last < s.state.StreamSeq {
+			if last == 0 { // nothing was stored in that time, or a replica that lags says so
+				end, err := s.a.log.LeaderLast(ctx, s.id)
+				if err != nil {
+					return err
+				}
+				if end == nil {
+					return s.lostLog()
+				}
+				at, perr := time.Parse(time.RFC3339, end.Time)
+				if perr == nil && now.Sub(at) > s.a.cfg.KeyWindow {
+					s.keys = k
+					return nil
+				}
+			}
 			err = s.a.log.LeaderTail(ctx, s.id, last, func(c *events.Commit) error {
 				if c.StreamSeq <= s.state.StreamSeq {
 					k.add(c)
@@ -270,4 +284,9 @@ func (s *actor) stored(ctx context.Context, w *work, first events.Seq) (*events.
 		return nil, nil
 	}
 	return last, nil
+}
+
+// lostLog says that a session's log is gone although its state came from it.
+func (s *actor) lostLog() error {
+	return &events.Error{Code: events.CodeCorrupt, Session: s.id, Detail: "the session's log is gone; run projector verify"}
 }

@@ -108,8 +108,8 @@ func childHeader(r ForkRequest, parent *events.Header, time int64) (*events.Head
 	if err != nil {
 		return nil, err
 	}
-	for _, name := range []string{"cwd", "origin", "agentPreset"} { // what the child has of its parent unless told otherwise
-		if _, ok := given[name]; !ok && members[name] != nil && name != "origin" {
+	for _, name := range []string{"cwd", "agentPreset"} { // what the child has of its parent unless told otherwise
+		if _, ok := given[name]; !ok && members[name] != nil {
 			given[name] = members[name]
 		}
 	}

@@ -23,8 +23,17 @@ const (
 	NoActor = "-"
 )
 
-// HeaderReserve bounds the bytes that a commit's headers take beside ids, actor and keys.
-const HeaderReserve = 2048
+// HeaderReserve bounds the bytes that a commit's headers take, idempotency keys apart, for any
+// session id and actors of up to 256 bytes.
+const HeaderReserve = 4096
+
+// KeyReserve bounds the bytes that an idempotency key takes in a commit's headers.
+func KeyReserve(key string) int {
+	if key == "" {
+		return 0
+	}
+	return 3*len(key) + 192
+}
 
 // AppendSpan says which seqs of a commit a caller's idempotency key covers.
 type AppendSpan struct {

@@ -3,6 +3,7 @@ package journal
 import (
 	"context"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -21,11 +22,21 @@ type Delivery struct {
 	Stored    time.Time
 }
 
+// stopWait is how long Stop waits for the client to be done. With the server away that takes
+// as long as a request that nobody answers, which is no reason to keep the caller.
+const stopWait = time.Second
+
 // Follower reads one partition in stream order. Messages may come twice after a reconnect;
 // none is left out.
 type Follower struct {
 	cons jetstream.Consumer
 	run  jetstream.ConsumeContext
+
+	mu   sync.Mutex // held while f is called
+	over bool       // f must not be called any more
+
+	stop sync.Once
+	done chan struct{} // closed when the client is done
 }
 
 // Follow starts reading a partition behind a stream sequence. f is called from one goroutine,
@@ -41,7 +52,13 @@ func (j *Journal) Follow(ctx context.Context, partition int, after uint64, pull 
 	if err != nil {
 		return nil, j.unavailable(err)
 	}
-	run, err := cons.Consume(func(m jetstream.Msg) {
+	fw := &Follower{cons: cons, done: make(chan struct{})}
+	fw.run, err = cons.Consume(func(m jetstream.Msg) {
+		fw.mu.Lock()
+		defer fw.mu.Unlock()
+		if fw.over {
+			return
+		}
 		meta, err := m.Metadata()
 		if err != nil {
 			failed(fmt.Errorf("partition %d: %w", partition, err))
@@ -62,7 +79,7 @@ func (j *Journal) Follow(ctx context.Context, partition int, after uint64, pull 
 	if err != nil {
 		return nil, j.unavailable(err)
 	}
-	return &Follower{cons, run}, nil
+	return fw, nil
 }
 
 // Pending asks the server how many messages of the partition are still to come.
@@ -74,8 +91,22 @@ func (f *Follower) Pending(ctx context.Context) (uint64, error) {
 	return info.NumPending + uint64(info.NumAckPending), nil
 }
 
-// Stop ends reading; f is not called again once it returns.
+// Stop ends reading; f is not called again once it returns. It tolerates a second call.
 func (f *Follower) Stop() {
-	f.run.Stop()
-	<-f.run.Closed()
+	f.mu.Lock()
+	f.over = true
+	f.mu.Unlock()
+	f.stop.Do(func() {
+		go func() {
+			defer close(f.done)
+			f.run.Stop()
+			<-f.run.Closed()
+		}()
+	})
+	timer := time.NewTimer(stopWait)
+	defer timer.Stop()
+	select {
+	case <-f.done:
+	case <-timer.C:
+	}
 }

@@ -54,7 +54,7 @@ func (j *Journal) OpenHeaders(ctx context.Context) (*Headers, error) {
 func (h *Headers) Get(ctx context.Context, session string) (*events.Header, error) {
 	token := events.Token(session)
 	var raw []byte
-	e, err := h.kv.Get(ctx, token)
+	e, err := h.get(ctx, token)
 	switch {
 	case err == nil:
 		raw = e.Value()
@@ -77,12 +77,20 @@ func (h *Headers) Get(ctx context.Context, session string) (*events.Header, erro
 	return hd, nil
 }
 
+// get reads a key, as long as any read may take: a request that is lost with its connection is
+// never answered.
+func (h *Headers) get(ctx context.Context, key string) (jetstream.KeyValueEntry, error) {
+	ctx, cancel := context.WithTimeout(ctx, h.j.cfg.ReadTimeout)
+	defer cancel()
+	return h.kv.Get(ctx, key)
+}
+
 // Create stores a header unless the session has one. The header that is stored then comes
 // back, with whether it was created now.
 func (h *Headers) Create(ctx context.Context, hd *events.Header) (stored *events.Header, created bool, err error) {
 	token := events.Token(hd.ID)
 	if hd.ParentSession != "" { // before the header: an index entry without one is skipped
-		if _, err := h.kv.Put(ctx, "children."+events.Token(hd.ParentSession)+"."+token, nil); err != nil {
+		if _, err := h.kv.Put(ctx, childKey(hd), nil); err != nil {
 			return nil, false, h.j.unavailable(err)
 		}
 	}
@@ -91,10 +99,21 @@ func (h *Headers) Create(ctx context.Context, hd *events.Header) (stored *events
 	case err == nil:
 		return hd, true, nil
 	case errors.Is(err, jetstream.ErrKeyExists):
-		stored, err = h.Get(ctx, hd.ID)
-		return stored, false, err
+		if stored, err = h.Get(ctx, hd.ID); err != nil {
+			return nil, false, err
+		}
+		if hd.ParentSession != "" && stored.ParentSession != hd.ParentSession { // is not its child
+			if err := h.kv.Purge(ctx, childKey(hd)); err != nil {
+				return nil, false, h.j.unavailable(err)
+			}
+		}
+		return stored, false, nil
 	}
 	return nil, false, h.j.unavailable(err)
+}
+
+func childKey(hd *events.Header) string {
+	return "children." + events.Token(hd.ParentSession) + "." + events.Token(hd.ID)
 }
 
 // Children returns the ids of the sessions that name parent as theirs, unordered.

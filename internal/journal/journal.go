@@ -29,7 +29,7 @@ type Config struct {
 	// Replicas of stream and buckets, used when they are created. Defaults to 1.
 	Replicas int
 	// MaxMsgSize is the largest message of the stream in bytes, headers included; used when it
-	// is created. Defaults to 8 MiB.
+	// is created. A smaller one that the stream was created with counts. Defaults to 8 MiB.
 	MaxMsgSize int
 	// PublishTimeout is how long one publish waits for its ack. Defaults to 2 s.
 	PublishTimeout time.Duration
@@ -90,7 +90,8 @@ type Conns struct {
 type Journal struct {
 	cfg    Config
 	conns  Conns
-	next   atomic.Uint64 // round robin over conns.Publish
+	acks   []*acks       // one for each of conns.Publish
+	next   atomic.Uint64 // round robin over acks
 	js     jetstream.JetStream
 	vocab  atomic.Pointer[events.Vocabulary]
 	Faults Faults
@@ -111,6 +112,9 @@ type Faults struct {
 // knows are added to the stream's vocabulary.
 func Open(ctx context.Context, conns Conns, cfg Config, v *events.Vocabulary) (*Journal, error) {
 	j := &Journal{cfg: cfg.WithDefaults(), conns: conns}
+	for _, c := range conns.Publish {
+		j.acks = append(j.acks, newAcks(c))
+	}
 	var err error
 	if j.js, err = jetstream.New(conns.Read); err != nil {
 		return nil, fmt.Errorf("journal: %w", err)
@@ -157,6 +161,9 @@ func (j *Journal) checkStream(ctx context.Context, sc jetstream.StreamConfig) er
 	if got := sc.Metadata[metaPartitions]; got != strconv.Itoa(j.cfg.Partitions) {
 		return fmt.Errorf("journal: stream %s was created with partition count %q, this process is configured for %d; the count is fixed, so configure %q here", j.cfg.Stream, got, j.cfg.Partitions, got)
 	}
+	if most := int(sc.MaxMsgSize); most > 0 {
+		j.cfg.MaxMsgSize = min(j.cfg.MaxMsgSize, most)
+	}
 	return j.shareVocabulary(ctx, sc)
 }
 
@@ -177,6 +184,15 @@ func (j *Journal) shareVocabulary(ctx context.Context, sc jetstream.StreamConfig
 	sc.Metadata[metaVocabulary], sc.Metadata[metaHash] = strings.Join(v.Types(), " "), v.Hash()
 	if _, err := j.js.UpdateStream(ctx, sc); err != nil {
 		return fmt.Errorf("journal: adding event types to the vocabulary of stream %s: %w", j.cfg.Stream, err)
+	}
+	// An update has no compare-and-set: see that another process, which added types of its
+	// own at the same time, has not written over ours.
+	s, err := j.js.Stream(ctx, j.cfg.Stream)
+	if err != nil {
+		return fmt.Errorf("journal: stream %s: %w", j.cfg.Stream, err)
+	}
+	if s.CachedInfo().Config.Metadata[metaHash] != v.Hash() {
+		return j.shareVocabulary(ctx, s.CachedInfo().Config)
 	}
 	return nil
 }

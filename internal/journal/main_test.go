@@ -19,8 +19,9 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// quick is a configuration for tests in which something does not answer.
-var quick = Config{PublishTimeout: time.Second, ReadTimeout: time.Second, RetryBudget: 30 * time.Second}
+// quick is a configuration for tests in which something does not answer, and which a busy
+// machine must not mislead.
+var quick = Config{PublishTimeout: 5 * time.Second, ReadTimeout: 5 * time.Second, RetryBudget: 50 * time.Second}
 
 // open opens the journal of a server over connections of its own.
 func open(t testing.TB, s *journaltest.Server, cfg Config) *Journal {

@@ -6,9 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/internal/events"
 )
@@ -19,10 +21,11 @@ const (
 	errWrongLastSeqConstant = 10164 // the same without the number, from replicated streams
 	errDuplicateInFlight    = 10158 // the same message id is being stored right now
 	errMessageTooLarge      = 10054
+	errStoreFailed          = 10077 // its text says why
 )
 
-// ConflictError says that the session's log went on behind the writer's back: Commits follow
-// the one that the writer took for the last. Rewound means the opposite: the log ends before
+// ConflictError says that the session's log went on behind the writer's back: Commits are the
+// first that follow the one that the writer took for the last; there may be more. Rewound means the opposite: the log ends before
 // the commit that the writer took for the last.
 type ConflictError struct {
 	Commits []*events.Commit
@@ -60,7 +63,7 @@ func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (
 	msg := &nats.Msg{Subject: j.Subject(c.Session), Header: c.Header(), Data: c.Body}
 	msg.Header[nats.ExpectedLastSubjSeqHdr] = []string{strconv.FormatUint(after, 10)}
 	msg.Header[nats.MsgIdHdr] = []string{c.ID}
-	conn := j.conns.Publish[int(j.next.Add(1))%len(j.conns.Publish)]
+	conn := j.acks[int(j.next.Add(1))%len(j.acks)]
 
 	if err := ctx.Err(); err != nil {
 		return false, err
@@ -81,7 +84,7 @@ func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (
 		if e := definite(c, err, j.MaxCommit()); e != nil && attempt == 0 {
 			return false, e
 		}
-		others, rerr := j.after(ctx, c.Session, after)
+		others, rerr := j.after(ctx, c, after)
 		var malformed *MalformedError
 		switch {
 		case errors.As(rerr, &malformed):
@@ -125,6 +128,9 @@ func definite(c *events.Commit, err error, most int) error {
 	case errors.Is(err, nats.ErrMaxPayload), errors.As(err, &api) && api.ErrCode == errMessageTooLarge:
 		return &events.Error{Code: events.CodeTooLarge, Session: c.Session, Cause: err,
 			Detail: fmt.Sprintf("the commit has %d bytes, JetStream takes at most %d: %v", len(c.Body), most, err)}
+	case errors.As(err, &api) && api.ErrCode == errStoreFailed && strings.HasPrefix(api.Description, "maximum "):
+		return &events.Error{Code: events.CodeUnavailable, Session: c.Session, Cause: err,
+			Detail: fmt.Sprintf("the stream is full: %v; raise its limits", err)}
 	case errors.As(err, &api) && api.Code == 503 && api.ErrCode != errDuplicateInFlight:
 		return nil // away for the moment
 	case errors.As(err, &api) && !isConflict(err) && api.ErrCode != errDuplicateInFlight:
@@ -140,7 +146,7 @@ func isConflict(err error) bool {
 }
 
 // publishOnce sends the message and waits for its ack.
-func (j *Journal) publishOnce(ctx context.Context, conn *nats.Conn, msg *nats.Msg, c *events.Commit) (seq uint64, dup bool, err error) {
+func (j *Journal) publishOnce(ctx context.Context, conn *acks, msg *nats.Msg, c *events.Commit) (seq uint64, dup bool, err error) {
 	if j.Faults.BeforePublish != nil {
 		if err := j.Faults.BeforePublish(c); err != nil {
 			return 0, false, err
@@ -148,7 +154,7 @@ func (j *Journal) publishOnce(ctx context.Context, conn *nats.Conn, msg *nats.Ms
 	}
 	ctx, cancel := context.WithTimeout(ctx, j.cfg.PublishTimeout)
 	defer cancel()
-	resp, err := conn.RequestMsgWithContext(ctx, msg)
+	resp, err := conn.send(ctx, msg)
 	if err == nil {
 		var ack struct {
 			Error     *apiError `json:"error"`
@@ -169,12 +175,16 @@ func (j *Journal) publishOnce(ctx context.Context, conn *nats.Conn, msg *nats.Ms
 	return seq, dup, err
 }
 
-// after reads what the session's subject holds behind a stream sequence, from the stream's
-// leader: the reads that decide must not come from a replica that lags.
-func (j *Journal) after(ctx context.Context, session string, after uint64) (out []*events.Commit, err error) {
-	err = j.LeaderTail(ctx, session, after, func(c *events.Commit) error {
-		out = append(out, c)
-		return nil
-	})
-	return out, err
+// after reads what follows a stream sequence on the subject of a commit's session, from the
+// stream's leader: the reads that decide must not come from a replica that lags. The one that
+// follows directly is enough to know: it is the commit, or the commit never will be stored.
+func (j *Journal) after(ctx context.Context, c *events.Commit, after uint64) ([]*events.Commit, error) {
+	first, err := j.leaderNext(ctx, c.Session, after+1)
+	if errors.Is(err, jetstream.ErrMsgNotFound) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return []*events.Commit{first}, nil
 }

@@ -150,24 +150,31 @@ func TestPublishFindsOutWhatBecameOfACommit(t *testing.T) {
 				other, nc := open(t, s, quick), s.Conn(t)
 				j := open(t, s, quick)
 				var p *journaltest.Proxy
+				if f.own { // what is written to a server that goes down gets no answer
+					j.cfg.PublishTimeout, j.cfg.ReadTimeout = time.Second, time.Second
+				}
 				if f.proxied {
 					p = s.StartProxy(t)
-					j.conns.Publish = []*nats.Conn{journaltest.Dial(t, p.URL())}
+					j.cfg.PublishTimeout = 400 * time.Millisecond // waited for in full
+					j.acks = []*acks{newAcks(journaltest.Dial(t, p.URL()))}
 				}
 				w := journaltest.NewWriter(session, nil)
-				base := w.Commit("base", 3, 100)
+				base := w.Commit(session+" base", 3, 100)
 				after := store(t, other, 0, base)
-				theirs := w.Fork().Commit("theirs", 1, 60)
-				mine := w.Commit("mine", 2, 120)
-				want := append([]string{"base"}, o.prepare(t, other, mine, theirs, after)...)
+				theirs := w.Fork().Commit(session+" theirs", 1, 60)
+				mine := w.Commit(session+" mine", 2, 120)
+				want := append([]string{base.ID}, o.prepare(t, other, mine, theirs, after)...)
 				f.arm(t, j, s, p)
 
 				dup, err := j.Publish(journaltest.Context(t), mine, after)
+				if p != nil && p.Armed() {
+					t.Fatalf("%s: the connection was not lost", o.name)
+				}
 				log := checkIDs(t, j, nc, session, want...)
 				conflict, _ := errors.AsType[*ConflictError](err)
 				switch {
 				case !o.won:
-					if conflict == nil || conflict.Rewound || dup || len(conflict.Commits) != 1 || conflict.Commits[0].ID != "theirs" {
+					if conflict == nil || conflict.Rewound || dup || len(conflict.Commits) != 1 || conflict.Commits[0].ID != theirs.ID {
 						t.Errorf("%s: duplicate %t, %v; want a conflict with theirs", o.name, dup, err)
 					}
 					if mine.StreamSeq != 0 {
@@ -219,10 +226,11 @@ func TestPublishLeavesAnOutcomeOpenOnlyWhenTheBudgetIsSpent(t *testing.T) {
 			for i, o := range outcomes {
 				a := &attempt{outcome: o, session: fmt.Sprintf("case-%d", i), j: open(t, s, Config{PublishTimeout: 200 * time.Millisecond, ReadTimeout: 200 * time.Millisecond, RetryBudget: 700 * time.Millisecond})}
 				w := journaltest.NewWriter(a.session, nil)
-				a.after = store(t, other, 0, w.Commit("base", 1, 100))
-				a.theirs = w.Fork().Commit("theirs", 1, 60)
-				a.mine = w.Commit("mine", 2, 120)
-				a.want = append([]string{"base"}, o.prepare(t, other, a.mine, a.theirs, a.after)...)
+				base := w.Commit(a.session+" base", 1, 100)
+				a.after = store(t, other, 0, base)
+				a.theirs = w.Fork().Commit(a.session+" theirs", 1, 60)
+				a.mine = w.Commit(a.session+" mine", 2, 120)
+				a.want = append([]string{base.ID}, o.prepare(t, other, a.mine, a.theirs, a.after)...)
 				attempts = append(attempts, a)
 			}
 			var down sync.Once
@@ -251,8 +259,8 @@ func TestPublishLeavesAnOutcomeOpenOnlyWhenTheBudgetIsSpent(t *testing.T) {
 				wg.Go(func() {
 					dup, err := a.j.Publish(journaltest.Context(t), a.mine, a.after)
 					e := asError(err)
-					if !errors.Is(err, events.ErrOutcomeUnknown) || dup || e.Commit != "mine" || e.Session != a.session || a.mine.StreamSeq != 0 {
-						t.Errorf("%s: duplicate %t, %v, want outcome-unknown for commit mine", a.name, dup, err)
+					if !errors.Is(err, events.ErrOutcomeUnknown) || dup || e.Commit != a.mine.ID || e.Session != a.session || a.mine.StreamSeq != 0 {
+						t.Errorf("%s: duplicate %t, %v, want outcome-unknown for its commit", a.name, dup, err)
 					}
 					if !strings.Contains(e.Detail, "expectedSeq") {
 						t.Errorf("%s: the detail does not say what to do: %s", a.name, e.Detail)
@@ -264,7 +272,7 @@ func TestPublishLeavesAnOutcomeOpenOnlyWhenTheBudgetIsSpent(t *testing.T) {
 			nc := s.Conn(t)
 			for _, a := range attempts {
 				a.j.Faults = Faults{}
-				a.j.cfg = quick
+				a.j.cfg = quick.WithDefaults()
 				before := slices.Clone(a.want)
 				if a.won && !a.before && !sent {
 					before = before[:1]
@@ -399,14 +407,15 @@ func TestPublishRefusesWhatIsTooLarge(t *testing.T) {
 		}
 		checkIDs(t, j, s.Conn(t), "s")
 		// What just fits is taken.
-		fits := w.Commit("fits", 1, 100)
+		id := "fits " + name
+		fits := w.Commit(id, 1, 100)
 		grow := c.most - len(fits.Body)
-		fits = journaltest.NewWriter("s", nil).Commit("fits", 1, 100+grow)
+		fits = journaltest.NewWriter("s", nil).Commit(id, 1, 100+grow)
 		if len(fits.Body) != c.most {
 			t.Fatalf("made %d bytes, wanted %d", len(fits.Body), c.most)
 		}
 		store(t, j, 0, fits)
-		checkIDs(t, j, s.Conn(t), "s", "fits")
+		checkIDs(t, j, s.Conn(t), "s", id)
 	}
 }
 
@@ -416,10 +425,11 @@ func TestCommitOfTheLargestSizeFitsWhateverTheNames(t *testing.T) {
 	t.Parallel()
 	s := journaltest.Start(t, func(c *platform.EmbedConfig) { c.MaxPayload = 64 << 10 })
 	j := open(t, s, quick)
-	for _, session := range []string{"s", strings.Repeat("ü", 100), strings.Repeat("%", 200)} {
+	for i, session := range []string{"s", strings.Repeat("ü", 100), strings.Repeat("%", 200)} {
 		w := journaltest.NewWriter(session, nil)
-		probe := w.Fork().Commit("0123456789012345678901", 1, 100)
-		c := w.Commit("0123456789012345678901", 1, 100+j.MaxCommit()-len(probe.Body))
+		id := fmt.Sprintf("012345678901234567890%d", i)
+		probe := w.Fork().Commit(id, 1, 100)
+		c := w.Commit(id, 1, 100+j.MaxCommit()-len(probe.Body))
 		c.Trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 		if len(c.Body) != j.MaxCommit() {
 			t.Fatalf("made %d bytes, wanted %d", len(c.Body), j.MaxCommit())

@@ -164,7 +164,10 @@ func (j *Journal) batch(ctx context.Context, subject string, start jetstreamext.
 		out = append(out, m)
 		more = m.Header.Get("Nats-Num-Pending") != "0"
 	}
-	return out, more && len(out) > 0, nil
+	if err := ctx.Err(); err != nil && len(out) == 0 { // no answer, which is not the log's end
+		return nil, false, j.unavailable(err)
+	}
+	return out, more, nil
 }
 
 // ReadToEnd is Read up to the very end of the log: what a replica does not have yet is read
@@ -182,8 +185,31 @@ func (j *Journal) ReadToEnd(ctx context.Context, session string, after uint64, f
 }
 
 // LeaderTail calls f for the session's commits behind a stream sequence, one read each from
-// the stream's leader. It is for the last few.
+// the stream's leader. It is for the last few. It ends where the log ended when it was called:
+// it does not run after a writer that is faster.
 func (j *Journal) LeaderTail(ctx context.Context, session string, after uint64, f func(*events.Commit) error) error {
+	return j.CatchUp(ctx, session, after, events.NoSeq, f)
+}
+
+// farBehind is how many events behind the log's end catching up reads in batches.
+const farBehind = 256
+
+// CatchUp is LeaderTail for one who knows which seq comes next (NoSeq: who does not): a single
+// new commit, the usual case, then costs one read, as does finding that there is none.
+func (j *Journal) CatchUp(ctx context.Context, session string, after uint64, next events.Seq, f func(*events.Commit) error) error {
+	last, err := j.LeaderLast(ctx, session)
+	var bad *MalformedError
+	switch {
+	case errors.As(err, &bad): // commits may lie before it
+	case err != nil:
+		return err
+	case last == nil || last.StreamSeq <= after:
+		return nil
+	case last.First == next:
+		return f(last)
+	case next != events.NoSeq && last.First-next > farBehind:
+		return j.ReadToEnd(ctx, session, after, f)
+	}
 	for {
 		c, err := j.leaderNext(ctx, session, after+1)
 		if errors.Is(err, jetstream.ErrMsgNotFound) {
@@ -195,7 +221,9 @@ func (j *Journal) LeaderTail(ctx context.Context, session string, after uint64, 
 		if err := f(c); err != nil {
 			return err
 		}
-		after = c.StreamSeq
+		if after = c.StreamSeq; last != nil && after >= last.StreamSeq {
+			return nil
+		}
 	}
 }
 

@@ -5,7 +5,7 @@ import "time"
 // NATSFlags are the flags that say how to reach NATS, for programs whose command line is read
 // by reflection (the tags are kong's).
 type NATSFlags struct {
-	NATS        string        `name:"nats" help:"URL of NATS, several with commas between them." placeholder:"URL" env:"PALIMPSEST_NATS"`
+	NATS        string        `name:"nats" help:"URL of NATS, several with commas between them. Without it the appender embeds a server, and a projector uses nats://127.0.0.1:4222." placeholder:"URL" env:"PALIMPSEST_NATS"`
 	Creds       string        `help:"NATS credentials file." placeholder:"FILE" env:"PALIMPSEST_NATS_CREDS"`
 	NKey        string        `name:"nkey" help:"File with an nkey seed." placeholder:"FILE" env:"PALIMPSEST_NATS_NKEY"`
 	TLSCA       string        `name:"tls-ca" help:"PEM file with the authorities that may sign the server's certificate." placeholder:"FILE"`

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"sync/atomic"
 	"time"
 
@@ -27,24 +28,30 @@ const (
 
 // partition is one partition at work. Everything but the atomics belongs to the goroutine in run.
 type partition struct {
-	w *Worker
-	n int
+	w      *Worker
+	n      int
+	stream jetstream.Stream
 
 	sessions    map[string]*entry
 	recent      list.List // of *entry, most recently used first
 	bytes       int       // estimated, of all snapshots
 	unflushed   int       // bytes of commits that no flush took
 	dirty       map[*entry]bool
+	lost        map[string]lost
 	quarantined map[string]bool
 	written     chan result
 	retries     chan retry
 	garbage     []trash
+	done        chan struct{} // closed when run has returned
 
 	checkpoint    uint64 // as stored
 	checkpointRev uint64
 	nextCheck     time.Time
+	nextRegain    time.Time
 
 	read          atomic.Uint64 // stream sequence of the last message that was dealt with
+	arrived       atomic.Uint64 // messages that the consumer handed over
+	dealt         atomic.Uint64 // those of them that were dealt with
 	checkpointed  atomic.Uint64
 	oldest        atomic.Int64 // Unix ms, when the oldest unflushed event was read; 0 for none
 	count, memory atomic.Int64
@@ -55,7 +62,7 @@ type partition struct {
 // entry is one session in memory.
 type entry struct {
 	session string
-	snap    *snapshot.Snapshot // nil: to be loaded when needed
+	snap    *snapshot.Snapshot // nil: nothing was folded yet, and there is no head to start from
 	rev     uint64             // revision of its head in the bucket; 0 when it has none
 	place   *list.Element
 	size    int
@@ -65,7 +72,9 @@ type entry struct {
 	pending int       // events that no flush took
 	bytes   int       // of their commits' bodies
 
-	mending bool // folded anew over a damaged snapshot: pages are written over
+	// mending says that the log is folded anew over a damaged snapshot: to its end before
+	// anything is written, so that no head goes back, and then pages are written over.
+	mending bool
 
 	writing      bool
 	writingSince time.Time
@@ -81,19 +90,38 @@ type result struct {
 	err   error
 }
 
+// lost is a session whose folded events did not get into its head. The checkpoint stays before
+// them until they were folded again.
+type lost struct {
+	first uint64    // stream sequence of the first commit that may be in no head
+	since time.Time // when it was read
+}
+
+// errDropped says that the entry that is being folded was dropped meanwhile.
+var errDropped = errors.New("the session was dropped while it was folded")
+
+// commitError is trouble with the message at a stream sequence.
+type commitError struct {
+	streamSeq uint64
+	err       error
+}
+
+func (e *commitError) Error() string { return e.err.Error() }
+func (e *commitError) Unwrap() error { return e.err }
+
 // trash is keys that no head refers to, to be deleted once nobody can be reading them.
 type trash struct {
 	due  time.Time
 	keys []string
 }
 
-func newPartition(w *Worker, n int, quarantined map[string]bool) *partition {
+func newPartition(w *Worker, n int, stream jetstream.Stream, quarantined map[string]bool) *partition {
 	if quarantined == nil {
 		quarantined = map[string]bool{}
 	}
 	return &partition{
-		w: w, n: n, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, quarantined: quarantined,
-		written: make(chan result, w.cfg.Writes), retries: make(chan retry),
+		w: w, n: n, stream: stream, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, lost: map[string]lost{}, quarantined: quarantined,
+		written: make(chan result, w.cfg.Writes), retries: make(chan retry), done: make(chan struct{}),
 	}
 }
 
@@ -104,7 +132,10 @@ type checkpointValue struct {
 
 func (p *partition) key() string { return fmt.Sprintf("p%d", p.n) }
 
-func (p *partition) readCheckpoint(ctx context.Context) error {
+// readCheckpoint reads how far the partition is projected. end is where the stream ends: a
+// checkpoint beyond it is that of a stream which lost its end, and what was stored there since
+// is new.
+func (p *partition) readCheckpoint(ctx context.Context, end uint64) error {
 	e, err := p.w.buckets.Checkpoints.Get(ctx, p.key())
 	if errors.Is(err, jetstream.ErrKeyNotFound) {
 		return nil
@@ -117,13 +148,21 @@ func (p *partition) readCheckpoint(ctx context.Context) error {
 		return &events.Error{Code: events.CodeCorrupt, Detail: fmt.Sprintf("checkpoint %s is not readable: %s; delete the key to fold the partition from its start", p.key(), e.Value())}
 	}
 	p.checkpoint, p.checkpointRev = v.StreamSeq, e.Revision()
-	p.read.Store(v.StreamSeq)
-	p.checkpointed.Store(v.StreamSeq)
+	if v.StreamSeq > end {
+		p.w.cfg.Logger.Error("checkpoint is beyond the end of the stream; going back", "partition", p.n, "checkpoint", v.StreamSeq, "end", end)
+		if err := p.storeCheckpoint(ctx, end); err != nil {
+			p.troubled(err) // the next one mends it
+		}
+		p.checkpoint = end
+	}
+	p.read.Store(p.checkpoint)
+	p.checkpointed.Store(p.checkpoint)
 	return nil
 }
 
 // run works the partition until ctx ends, and then drains it.
 func (p *partition) run(ctx context.Context) {
+	defer close(p.done)
 	in := make(chan journal.Delivery, deliveries)
 	failures := make(chan error, 1)
 	follower := p.follow(ctx, in, failures)
@@ -147,7 +186,7 @@ func (p *partition) run(ctx context.Context) {
 				}
 			}
 		case r := <-p.written:
-			p.finished(r)
+			p.settle(r)
 		case r := <-p.retries:
 			r.done <- p.retry(ctx, r.session)
 		case err := <-failures:
@@ -160,6 +199,7 @@ func (p *partition) run(ctx context.Context) {
 		if follower == nil && ctx.Err() == nil {
 			follower = p.follow(ctx, in, failures)
 		}
+		p.regain(ctx, time.Now())
 		p.flushDue(ctx, time.Now(), false)
 		p.checkpointDue(ctx, time.Now())
 		p.sweep(ctx, time.Now())
@@ -169,6 +209,7 @@ func (p *partition) run(ctx context.Context) {
 // follow starts reading behind what was dealt with; nil when JetStream is away.
 func (p *partition) follow(ctx context.Context, in chan<- journal.Delivery, failures chan<- error) *journal.Follower {
 	f, err := p.w.log.Follow(ctx, p.n, p.read.Load(), p.w.cfg.Pull, func(d journal.Delivery) {
+		p.arrived.Add(1)
 		select {
 		case in <- d:
 		case <-ctx.Done():
@@ -209,6 +250,7 @@ func (p *partition) troubled(err error) {
 // deliver deals with one message: folds it, or finds that it was folded before, or puts its
 // session into quarantine. It does not return before one of these is done or ctx ends.
 func (p *partition) deliver(ctx context.Context, d journal.Delivery) {
+	defer p.dealt.Add(1)
 	if d.StreamSeq <= p.read.Load() { // again, after a reconnect
 		return
 	}
@@ -218,6 +260,9 @@ func (p *partition) deliver(ctx context.Context, d journal.Delivery) {
 			p.trouble.Store(nil)
 			p.read.Store(d.StreamSeq)
 			return
+		}
+		if errors.Is(err, errDropped) {
+			continue // it is loaded again
 		}
 		p.troubled(err)
 		p.pause(ctx)
@@ -236,36 +281,47 @@ func (p *partition) fold(ctx context.Context, d journal.Delivery) error {
 	if d.Err != nil {
 		return p.quarantine(ctx, d.Session, d.StreamSeq, d.Err)
 	}
-	e, err := p.entry(ctx, d.Session, d.Commit.Format)
+	e, err := p.entry(ctx, d.Session)
 	if err == nil {
 		err = p.foldInto(ctx, e, d.Commit)
 	}
-	return p.judge(ctx, d.Session, d.StreamSeq, err)
+	return p.judge(ctx, e, d.StreamSeq, err)
 }
 
-// judge tells trouble with the log's content, which quarantines the session, from trouble with
-// JetStream, which is returned.
-func (p *partition) judge(ctx context.Context, session string, streamSeq uint64, err error) error {
+// temporary tells trouble with JetStream from trouble with what the log holds.
+func temporary(err error) bool {
 	var e *events.Error
-	if err == nil || !errors.As(err, &e) || e.Code == events.CodeUnavailable {
+	return err != nil && (!errors.As(err, &e) || e.Code == events.CodeUnavailable)
+}
+
+// judge deals with the end of a fold: trouble with the log's content quarantines the session,
+// trouble with JetStream is returned. The latter may come in the midst of a commit, so the
+// entry is dropped and the session loaded again.
+func (p *partition) judge(ctx context.Context, e *entry, streamSeq uint64, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case temporary(err):
+		p.lose(e)
 		return err
 	}
-	return p.quarantine(ctx, session, streamSeq, err)
+	var bad *commitError
+	if errors.As(err, &bad) {
+		streamSeq = bad.streamSeq
+	}
+	p.lose(e)
+	return p.quarantine(ctx, e.session, streamSeq, err)
 }
 
-// entry returns the session's entry with its snapshot in memory.
-func (p *partition) entry(ctx context.Context, session string, f events.Format) (*entry, error) {
+// entry returns the session's entry, loaded from its head when it is not in memory. An entry
+// is returned with an error too.
+func (p *partition) entry(ctx context.Context, session string) (*entry, error) {
 	e := p.sessions[session]
-	if e == nil {
-		e = &entry{session: session}
-		p.sessions[session] = e
-		e.place = p.recent.PushFront(e)
-	} else {
+	if e != nil {
 		p.recent.MoveToFront(e.place)
-	}
-	if e.snap != nil {
 		return e, nil
 	}
+	e = &entry{session: session}
 	p.w.stats.Loads.Add(1)
 	snap, rev, err := p.w.buckets.Snapshots.Load(ctx, session, p.w.keep())
 	if damaged(err) {
@@ -273,12 +329,11 @@ func (p *partition) entry(ctx context.Context, session string, f events.Format) 
 		e.mending, err = true, nil
 	}
 	if err != nil {
-		return nil, err
-	}
-	if snap == nil {
-		snap = snapshot.New(session, f, p.w.keep())
+		return e, err
 	}
 	e.snap, e.rev = snap, rev
+	p.sessions[session] = e
+	e.place = p.recent.PushFront(e)
 	return e, nil
 }
 
@@ -292,22 +347,32 @@ func (p *partition) foldInto(ctx context.Context, e *entry, c *events.Commit) er
 	err := p.foldOrHeal(ctx, e, c)
 	if damaged(err) {
 		p.w.cfg.Logger.Error("snapshot is damaged; folding the log anew", "session", e.session, "err", err)
-		e.snap, e.mending = snapshot.New(e.session, c.Format, p.w.keep()), true
-		err = p.heal(ctx, e, c.StreamSeq)
+		return p.mend(ctx, e)
 	}
 	return err
 }
 
+// mend folds a session's log anew, from its first commit to its end.
+func (p *partition) mend(ctx context.Context, e *entry) error {
+	e.snap, e.mending = nil, true
+	return p.heal(ctx, e, math.MaxUint64)
+}
+
 func (p *partition) foldOrHeal(ctx context.Context, e *entry, c *events.Commit) error {
-	switch {
-	case c.StreamSeq <= e.snap.StreamSeq:
+	if e.snap == nil {
+		if e.mending {
+			return p.mend(ctx, e)
+		}
+		e.snap = snapshot.New(e.session, c.Format, p.w.keep())
+	}
+	switch last := e.snap.Last(); {
+	case c.StreamSeq <= e.snap.StreamSeq && (c.Last < last || c.Last == last && c.Digest == e.snap.Digest):
 		return nil // in the head already
-	case c.First < e.snap.Next:
-		// Stored behind the head, yet at a seq that the head has: the head tells of a log
+	case c.StreamSeq <= e.snap.StreamSeq, c.First < e.snap.Next:
+		// Behind the head in one count and before it in the other: the head tells of a log
 		// that a power cut took away.
-		p.w.cfg.Logger.Error("head is ahead of the log; folding the log anew", "session", e.session, "headSeq", int64(e.snap.Last()), "streamSeq", c.StreamSeq)
-		e.snap, e.mending = snapshot.New(e.session, c.Format, p.w.keep()), true
-		return p.heal(ctx, e, c.StreamSeq)
+		p.w.cfg.Logger.Error("head is ahead of the log; folding the log anew", "session", e.session, "headSeq", int64(last), "streamSeq", c.StreamSeq)
+		return p.mend(ctx, e)
 	case c.First > e.snap.Next:
 		p.w.stats.Healed.Add(1)
 		return p.heal(ctx, e, c.StreamSeq)
@@ -318,17 +383,38 @@ func (p *partition) foldOrHeal(ctx context.Context, e *entry, c *events.Commit) 
 // heal folds the session's log behind the entry's state, up to and including a stream sequence.
 func (p *partition) heal(ctx context.Context, e *entry, upTo uint64) error {
 	stop := errors.New("stop")
-	err := p.w.log.ReadToEnd(ctx, e.session, e.snap.StreamSeq, func(c *events.Commit) error {
+	var after uint64
+	if e.snap != nil {
+		after = e.snap.StreamSeq
+	}
+	err := p.w.log.ReadToEnd(ctx, e.session, after, func(c *events.Commit) error {
 		if c.StreamSeq > upTo {
 			return stop
 		}
+		if e.snap == nil {
+			e.snap = snapshot.New(e.session, c.Format, p.w.keep())
+		}
 		if c.First != e.snap.Next {
-			return events.Violation(events.RuleSeqNotContiguous, c.First, fmt.Sprintf("stream sequence %d: expected a commit from seq %d on, found one from %d", c.StreamSeq, e.snap.Next, c.First))
+			return notNext(c, e.snap.Next)
 		}
 		return p.foldOne(ctx, e, c)
 	})
 	if err == stop {
 		return nil
+	}
+	return atMessage(err)
+}
+
+// notNext is the error of a commit that does not follow what was folded.
+func notNext(c *events.Commit, next events.Seq) error {
+	return &commitError{c.StreamSeq, events.Violation(events.RuleSeqNotContiguous, c.First, fmt.Sprintf("stream sequence %d: expected a commit from seq %d on, found one from %d", c.StreamSeq, next, c.First))}
+}
+
+// atMessage gives the error of a message that is no commit its place.
+func atMessage(err error) error {
+	var m *journal.MalformedError
+	if errors.As(err, &m) {
+		return &commitError{m.StreamSeq, m}
 	}
 	return err
 }
@@ -336,22 +422,29 @@ func (p *partition) heal(ctx context.Context, e *entry, upTo uint64) error {
 // foldOne folds the commit that follows the entry's state.
 func (p *partition) foldOne(ctx context.Context, e *entry, c *events.Commit) error {
 	next := e.snap.Next
-	if err := p.foldPages(ctx, e.snap, c); err != nil {
-		return err
+	if err := p.foldPages(ctx, e.snap, c, func() error { return p.awaitWrite(ctx, e) }); err != nil {
+		return &commitError{c.StreamSeq, err}
 	}
 	p.w.stats.Commits.Add(1)
 	p.w.stats.Events.Add(int64(e.snap.Next - next))
 	if e.since.IsZero() {
 		e.since, e.first = time.Now(), c.StreamSeq
 		p.dirty[e] = true
+		p.oldest.CompareAndSwap(0, e.since.UnixMilli())
 	}
 	e.pending += int(e.snap.Next - next)
 	e.bytes += len(c.Body)
 	p.unflushed += len(c.Body)
+	if e.mending {
+		return nil // a head at less than the log's end would go back
+	}
 	if e.pending >= p.w.cfg.FlushEvents {
 		p.flush(ctx, e)
 	}
 	p.relieve(ctx)
+	if p.sessions[e.session] != e {
+		return errDropped
+	}
 	return nil
 }
 
@@ -371,30 +464,56 @@ func (p *partition) relieve(ctx context.Context) {
 	}
 }
 
-// foldPages folds a commit, reading the pages that it turns out to need, and the vocabulary
-// again before a type is called unknown.
-func (p *partition) foldPages(ctx context.Context, snap *snapshot.Snapshot, c *events.Commit) error {
-	for refreshed := false; ; {
-		err := snap.Fold(c, p.w.log.Vocabulary(), nil)
+// awaitWrite returns once no write of an entry is under way: before that its newest pages
+// cannot be read back.
+func (p *partition) awaitWrite(ctx context.Context, e *entry) error {
+	for e.writing {
+		select {
+		case r := <-p.written:
+			p.settle(r)
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	if p.sessions[e.session] != e {
+		return errDropped
+	}
+	return nil
+}
+
+// foldPages folds a commit, reading the pages that it turns out to need. ready is called before
+// they are read.
+func (p *partition) foldPages(ctx context.Context, snap *snapshot.Snapshot, c *events.Commit, ready func() error) error {
+	for {
+		err := known(ctx, p.w.log, func(v *events.Vocabulary) error { return snap.Fold(c, v, nil) })
 		var pages *snapshot.PagesError
-		switch {
-		case errors.As(err, &pages):
-			gone, ferr := p.w.buckets.Snapshots.FillPages(ctx, snap, pages.Pages)
-			if ferr == nil && gone {
-				ferr = &events.Error{Code: events.CodeSnapshotDamaged, Session: c.Session, Detail: fmt.Sprintf("snapshot: pages %v are not there", pages.Pages)}
-			}
-			if ferr != nil {
-				return ferr
-			}
-		case !refreshed && errors.Is(err, &events.Error{Code: events.CodeRuleViolation, Rule: events.RuleUnknownType}):
-			refreshed = true
-			if _, rerr := p.w.log.RefreshVocabulary(ctx); rerr != nil {
-				return rerr
-			}
-		default:
+		if !errors.As(err, &pages) {
+			return err
+		}
+		if err := ready(); err != nil {
+			return err
+		}
+		gone, err := p.w.buckets.Snapshots.FillPages(ctx, snap, pages.Pages)
+		if err == nil && gone {
+			err = &events.Error{Code: events.CodeSnapshotDamaged, Session: c.Session, Detail: fmt.Sprintf("snapshot: pages %v are not there", pages.Pages)}
+		}
+		if err != nil {
 			return err
 		}
 	}
+}
+
+// known calls f with the vocabulary, and again with what other processes added meanwhile when
+// it calls a type unknown.
+func known(ctx context.Context, j *journal.Journal, f func(*events.Vocabulary) error) error {
+	err := f(j.Vocabulary())
+	if !errors.Is(err, &events.Error{Code: events.CodeRuleViolation, Rule: events.RuleUnknownType}) {
+		return err
+	}
+	if _, rerr := j.RefreshVocabulary(ctx); rerr != nil {
+		return rerr
+	}
+	return f(j.Vocabulary())
 }
 
 // flushDue flushes the sessions whose oldest event has waited long enough.
@@ -414,8 +533,12 @@ func (p *partition) flushDue(ctx context.Context, now time.Time, all bool) {
 			note(e.writingSince)
 		}
 	}
-	p.oldest.Store(0)
-	if !oldest.IsZero() {
+	for _, l := range p.lost {
+		note(l.since)
+	}
+	if oldest.IsZero() {
+		p.oldest.Store(0)
+	} else {
 		p.oldest.Store(oldest.UnixMilli())
 	}
 }
@@ -470,76 +593,89 @@ func (p *partition) write(ctx context.Context, f *snapshot.Flush, rev uint64) (u
 	}
 }
 
-// finished takes note of a write's end. Where another owner wrote the head, or our own write
-// went through without an answer, the session is folded again from what the bucket and the
-// log have.
-func (p *partition) finished(r result) {
-	if e := p.settle(r); e != nil {
-		p.forget(e)
-	}
-}
-
-// settle takes note of a write's end. It returns the entry, dropped, when its head was not
-// written: its session's next event finds the gap and heals it.
-func (p *partition) settle(r result) (lost *entry) {
+// settle takes note of a write's end. Where another owner wrote the head, or our own write
+// went through without an answer, the session is lost for now.
+func (p *partition) settle(r result) {
 	e := r.e
+	if r.err != nil {
+		if errors.Is(r.err, snapshot.ErrMoved) {
+			p.w.stats.Moved.Add(1)
+			if s := p.w.cfg.Signals.Moved; s != nil {
+				s(e.session)
+			}
+		} else {
+			p.troubled(r.err)
+		}
+		p.lose(e)
+		e.writing = false
+		return
+	}
 	e.writing = false
 	e.writingSince, e.writingFirst = time.Time{}, 0
-	if r.err != nil {
-		p.w.stats.Moved.Add(1)
-		if s := p.w.cfg.Signals.Moved; s != nil {
-			s(e.session)
-		}
-		p.drop(e)
-		return e
-	}
 	e.rev = r.rev
 	p.w.stats.Flushes.Add(1)
 	if e.since.IsZero() {
 		delete(p.dirty, e)
 	}
-	if len(r.trash) > 0 {
-		p.garbage = append(p.garbage, trash{time.Now().Add(p.w.cfg.Grace), r.trash})
-	}
-	p.w.heads.written(e.session, r.seq)
-	if s := p.w.cfg.Signals.Flushed; s != nil {
-		s(e.session, r.seq)
-	}
+	p.tellWritten(e.session, r.seq, r.trash)
 	p.evict()
-	return nil
 }
 
-// forget drops an entry and folds the session again from its head and the log, up to what
-// this partition has read.
-func (p *partition) forget(e *entry) {
+// tellWritten tells of a head that was written, and puts what it no longer refers to aside.
+func (p *partition) tellWritten(session string, seq events.Seq, keys []string) {
+	if len(keys) > 0 {
+		p.garbage = append(p.garbage, trash{time.Now().Add(p.w.cfg.Grace), keys})
+	}
+	p.w.heads.written(session, seq)
+	if s := p.w.cfg.Signals.Flushed; s != nil {
+		s(session, seq)
+	}
+}
+
+// lose drops an entry and notes what of it may be in no head.
+func (p *partition) lose(e *entry) {
+	l := lost{e.first, e.since}
+	if e.writingFirst > 0 {
+		l = lost{e.writingFirst, e.writingSince}
+	}
 	p.drop(e)
-	ctx := context.Background()
-	for {
-		again, err := p.entry(ctx, e.session, events.Format3)
-		if err == nil {
-			if again.rev == 0 { // no head: the first commit tells the format
-				again.snap = nil
-				err = p.refold(ctx, again)
-			} else {
-				err = p.heal(ctx, again, p.read.Load())
-			}
-		}
-		if err = p.judge(ctx, e.session, p.read.Load(), err); err == nil {
+	if old, ok := p.lost[e.session]; l.first > 0 && (!ok || l.first < old.first) {
+		p.lost[e.session] = l
+	}
+}
+
+// regain folds the lost sessions again from their heads and the log.
+func (p *partition) regain(ctx context.Context, now time.Time) {
+	if now.Before(p.nextRegain) {
+		return
+	}
+	for session := range p.lost {
+		if err := p.catchUp(ctx, session); err != nil {
+			p.troubled(err)
+			p.nextRegain = now.Add(retryPause)
 			return
 		}
-		p.troubled(err)
-		return // the next event of the session, or the next start, finds the gap and heals it
+		delete(p.lost, session)
 	}
 }
 
-// refold folds a session's log from its first commit.
-func (p *partition) refold(ctx context.Context, e *entry) error {
-	return p.w.log.ReadToEnd(ctx, e.session, 0, func(c *events.Commit) error {
-		if e.snap == nil {
-			e.snap = snapshot.New(e.session, c.Format, p.w.keep())
+// catchUp folds a session up to what this partition has read.
+func (p *partition) catchUp(ctx context.Context, session string) error {
+	if p.quarantined[session] {
+		return nil
+	}
+	e, err := p.entry(ctx, session)
+	switch upTo := p.read.Load(); {
+	case err != nil:
+	case e.mending && e.snap == nil:
+		err = p.mend(ctx, e)
+	default:
+		err = p.heal(ctx, e, upTo)
+		if damaged(err) {
+			err = p.mend(ctx, e)
 		}
-		return p.foldOne(ctx, e, c)
-	})
+	}
+	return p.judge(ctx, e, p.read.Load(), err)
 }
 
 func (p *partition) drop(e *entry) {
@@ -590,6 +726,9 @@ func (p *partition) safe() uint64 {
 			upTo = e.writingFirst - 1
 		}
 	}
+	for _, l := range p.lost {
+		upTo = min(upTo, l.first-1)
+	}
 	return upTo
 }
 
@@ -608,17 +747,7 @@ func (p *partition) writeCheckpoint(ctx context.Context) {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
 	defer cancel()
-	b, err := json.Marshal(checkpointValue{1, upTo})
-	if err != nil {
-		panic(err) // numbers always encode
-	}
-	var rev uint64
-	if p.checkpointRev == 0 {
-		rev, err = p.w.buckets.Checkpoints.Create(ctx, p.key(), b)
-	} else {
-		rev, err = p.w.buckets.Checkpoints.Update(ctx, p.key(), b, p.checkpointRev)
-	}
-	if err != nil {
+	if err := p.storeCheckpoint(ctx, upTo); err != nil {
 		// Another owner's, or no answer: take what is stored. It is never too far, since
 		// whoever wrote it had written the heads before.
 		p.troubled(fmt.Errorf("checkpoint: %w", err))
@@ -630,11 +759,27 @@ func (p *partition) writeCheckpoint(ctx context.Context) {
 		}
 		return
 	}
-	p.checkpoint, p.checkpointRev = upTo, rev
 	p.checkpointed.Store(upTo)
 	if s := p.w.cfg.Signals.Checkpointed; s != nil {
 		s(p.n, upTo)
 	}
+}
+
+func (p *partition) storeCheckpoint(ctx context.Context, upTo uint64) error {
+	b, err := json.Marshal(checkpointValue{1, upTo})
+	if err != nil {
+		panic(err) // numbers always encode
+	}
+	var rev uint64
+	if p.checkpointRev == 0 {
+		rev, err = p.w.buckets.Checkpoints.Create(ctx, p.key(), b)
+	} else {
+		rev, err = p.w.buckets.Checkpoints.Update(ctx, p.key(), b, p.checkpointRev)
+	}
+	if err == nil {
+		p.checkpoint, p.checkpointRev = upTo, rev
+	}
+	return err
 }
 
 // sweep deletes pages that no head has referred to for the grace time.
@@ -657,7 +802,7 @@ func (p *partition) drain() {
 		p.flushDue(ctx, time.Now(), true)
 		select {
 		case r := <-p.written:
-			p.settle(r) // what is lost is the next owner's concern
+			p.settle(r) // what is lost is the next owner's concern, from the checkpoint on
 		case <-time.After(tick):
 		case <-ctx.Done():
 		}
@@ -666,24 +811,47 @@ func (p *partition) drain() {
 }
 
 func (p *partition) status(ctx context.Context) PartitionStatus {
-	st := PartitionStatus{
-		Partition: p.n, Read: p.read.Load(), Checkpoint: p.checkpointed.Load(),
-		Sessions: int(p.count.Load()), Bytes: int(p.memory.Load()),
-	}
-	if at := p.oldest.Load(); at > 0 {
-		st.OldestUnflushedMs = max(1, time.Now().UnixMilli()-at)
-	}
-	if s := p.trouble.Load(); s != nil {
-		st.Error = *s
-	}
+	st := PartitionStatus{Partition: p.n, Read: p.read.Load()}
 	if f := p.follower.Load(); f != nil {
 		ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 		defer cancel()
-		if n, err := f.Pending(ctx); err == nil {
+		n, err := p.lag(ctx, f, st.Read)
+		if err == nil {
 			st.Lag = &n
-		} else if st.Error == "" {
+		} else {
 			st.Error = err.Error()
 		}
 	}
+	// Behind the lag: what was read by then is in heads, or shows here.
+	if at := p.oldest.Load(); at > 0 {
+		st.OldestUnflushedMs = max(1, time.Now().UnixMilli()-at)
+	}
+	st.Checkpoint, st.Sessions, st.Bytes = p.checkpointed.Load(), int(p.count.Load()), int(p.memory.Load())
+	if s := p.trouble.Load(); s != nil {
+		st.Error = *s
+	}
 	return st
+}
+
+// lag is how many messages of the partition lie behind what was read: those that the consumer
+// has not delivered, and those that wait here. Neither sees what is under way from the one to
+// the other, so 0 is said only when the stream has nothing.
+func (p *partition) lag(ctx context.Context, f *journal.Follower, read uint64) (uint64, error) {
+	dealt := p.dealt.Load() // first, so that what arrives meanwhile counts
+	n, err := f.Pending(ctx)
+	if err != nil {
+		return 0, err
+	}
+	if n += p.arrived.Load() - dealt; n > 0 {
+		return n, nil
+	}
+	filter := fmt.Sprintf("%s.%d.*", p.w.log.Config().Prefix, p.n)
+	_, err = p.stream.GetMsg(ctx, read+1, jetstream.WithGetMsgSubject(filter))
+	switch {
+	case errors.Is(err, jetstream.ErrMsgNotFound):
+		return 0, nil
+	case err != nil:
+		return 0, err
+	}
+	return 1, nil
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"math"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -84,83 +85,128 @@ func GetQuarantine(ctx context.Context, kv jetstream.KeyValue, session string) (
 	return q, nil
 }
 
-// quarantine puts a session aside because of a message that cannot be folded. What was folded
-// of it and is good is flushed first.
+// quarantine puts a session aside because of a message that cannot be folded, after what is
+// good of it was brought into its head. An error is trouble with JetStream.
 func (p *partition) quarantine(ctx context.Context, session string, streamSeq uint64, cause error) error {
-	q := Quarantine{Session: session, StreamSeq: streamSeq, Time: time.Now().UnixMilli(), Detail: cause.Error(), Code: events.CodeInternal}
+	if _, err := p.advance(ctx, session, streamSeq); temporary(err) {
+		return err
+	} else if err != nil {
+		p.troubled(err)
+	}
+	q, err := p.record(ctx, session, streamSeq, cause)
+	if err != nil {
+		return err
+	}
+	p.quarantined[session] = true
+	p.w.stats.Quarantined.Add(1)
+	p.w.cfg.Logger.Error("session quarantined", "session", session, "streamSeq", streamSeq, "code", q.Code, "rule", q.Rule, "detail", q.Detail)
+	if e := p.sessions[session]; e != nil {
+		p.drop(e)
+	}
+	delete(p.lost, session)
+	if s := p.w.cfg.Signals.Quarantined; s != nil {
+		s(*q)
+	}
+	return nil
+}
+
+// record writes a session's record.
+func (p *partition) record(ctx context.Context, session string, streamSeq uint64, cause error) (*Quarantine, error) {
+	q := &Quarantine{Session: session, StreamSeq: streamSeq, Time: time.Now().UnixMilli(), Detail: cause.Error(), Code: events.CodeInternal}
 	var e *events.Error
 	if errors.As(cause, &e) {
 		q.Code, q.Rule, q.Seq, q.Detail = e.Code, e.Rule, e.Seq, e.Detail
 	}
 	b, err := json.Marshal(q)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if _, err := p.w.buckets.Quarantine.Put(ctx, events.Token(session), b); err != nil {
-		return unavailable("quarantine", err)
+		return nil, unavailable("quarantine", err)
 	}
-	p.quarantined[session] = true
-	p.w.stats.Quarantined.Add(1)
-	p.w.cfg.Logger.Error("session quarantined", "session", session, "streamSeq", streamSeq, "code", q.Code, "rule", q.Rule, "detail", q.Detail)
-	if en := p.sessions[session]; en != nil {
-		p.drop(en)
-	}
-	if err := p.keepGood(ctx, session, streamSeq); err != nil {
-		p.troubled(err)
-	}
-	if s := p.w.cfg.Signals.Quarantined; s != nil {
-		s(q)
-	}
-	return nil
+	return q, nil
 }
 
-// keepGood brings the head of a session in quarantine up to its last good commit, checking all
-// that it folds.
-func (p *partition) keepGood(ctx context.Context, session string, bad uint64) error {
-	for {
+// advance brings the head of a session that is not in memory, or about to be dropped, up to its
+// last good commit before a stream sequence, checking all that it folds. stopped is what is
+// wrong with the commit that comes next, nil when all up to there are good.
+func (p *partition) advance(ctx context.Context, session string, before uint64) (stopped *commitError, err error) {
+	for anew := false; ; {
 		snap, rev, err := p.w.buckets.Snapshots.Load(ctx, session, p.w.keep())
-		if err != nil {
-			return err
+		if damaged(err) {
+			anew = true
+		} else if err != nil {
+			return stopped, err
 		}
-		f, err := p.foldGood(ctx, session, snap, bad)
-		if err != nil || f == nil {
-			return err
+		if anew {
+			snap = nil
 		}
+		f, err := p.foldGood(ctx, session, snap, before)
+		var bad *commitError
+		switch {
+		case damaged(err) && !anew:
+			anew = true
+			continue
+		case temporary(err):
+			return stopped, err
+		case errors.As(err, &bad): // the snapshot may hold a part of it
+			stopped, before = bad, bad.streamSeq
+			continue
+		case err != nil || f == nil:
+			return stopped, err
+		}
+		f.Overwrite = anew
 		_, err = p.write(ctx, f, rev)
 		if errors.Is(err, snapshot.ErrMoved) { // by a write of our own that was under way
 			continue
 		}
 		if err == nil {
-			p.w.heads.written(session, f.Seq)
+			p.tellWritten(session, f.Seq, f.Unreferenced)
 		}
-		return err
+		return stopped, err
 	}
 }
 
-// foldGood folds what follows a snapshot (nil for none) up to the first bad commit. A nil
-// flush says that there is nothing to write.
-func (p *partition) foldGood(ctx context.Context, session string, snap *snapshot.Snapshot, bad uint64) (*snapshot.Flush, error) {
+// foldGood folds what follows a snapshot (nil for none) up to a stream sequence, and flushes
+// it. A nil flush says that there is nothing to write, a *commitError that a commit before is
+// not good.
+func (p *partition) foldGood(ctx context.Context, session string, snap *snapshot.Snapshot, before uint64) (*snapshot.Flush, error) {
 	stop := errors.New("stop")
 	folded := false
 	var after uint64
 	if snap != nil {
 		after = snap.StreamSeq
 	}
-	err := p.w.log.Read(ctx, session, after, func(c *events.Commit) error {
+	err := p.w.log.ReadToEnd(ctx, session, after, func(c *events.Commit) error {
+		if c.StreamSeq >= before {
+			return stop
+		}
 		if snap == nil {
 			snap = snapshot.New(session, c.Format, p.w.keep())
 		}
-		if c.StreamSeq >= bad || c.First != snap.Next || checkCommit(c, p.w.log.Vocabulary()) != nil {
-			return stop
+		if c.First != snap.Next {
+			return notNext(c, snap.Next)
 		}
 		folded = true
-		return p.foldPages(ctx, snap, c)
+		err := known(ctx, p.w.log, func(v *events.Vocabulary) error { return checkCommit(c, v) })
+		if err == nil {
+			err = p.foldPages(ctx, snap, c, func() error { return nil })
+		}
+		if err != nil {
+			return &commitError{c.StreamSeq, err}
+		}
+		return nil
 	})
-	if errors.Is(err, stop) {
-		err = nil
+	err = atMessage(err)
+	var bad *commitError
+	if errors.As(err, &bad) && bad.streamSeq >= before {
+		err = stop
 	}
-	if !folded || err != nil {
+	if err != nil && err != stop {
 		return nil, err
+	}
+	if !folded {
+		return nil, nil
 	}
 	return snap.Flush()
 }
@@ -195,23 +241,25 @@ func (p *partition) badData(ctx context.Context, e *entry, cause error) {
 	}
 }
 
-// retry takes a session out of quarantine and folds it on.
+// retry takes a session out of quarantine when its log can be folded to its end now.
 func (p *partition) retry(ctx context.Context, session string) error {
 	if !p.quarantined[session] {
 		return &events.Error{Code: events.CodeNotFound, Session: session, Detail: "the session is not in quarantine"}
+	}
+	stopped, err := p.advance(ctx, session, math.MaxUint64)
+	if err != nil {
+		return err
+	}
+	if stopped != nil {
+		q, err := p.record(ctx, session, stopped.streamSeq, stopped)
+		if err != nil {
+			return err
+		}
+		return &events.Error{Code: events.CodeQuarantined, Session: session, Seq: q.Seq, Rule: q.Rule, Detail: "still in quarantine: " + q.Detail}
 	}
 	if err := p.w.buckets.Quarantine.Purge(ctx, events.Token(session)); err != nil {
 		return unavailable("quarantine", err)
 	}
 	delete(p.quarantined, session)
-	e := &entry{session: session}
-	p.forget(e)
-	if p.quarantined[session] {
-		q, err := GetQuarantine(ctx, p.w.buckets.Quarantine, session)
-		if err != nil || q == nil {
-			return err
-		}
-		return &events.Error{Code: events.CodeQuarantined, Session: session, Seq: q.Seq, Rule: q.Rule, Detail: "still in quarantine: " + q.Detail}
-	}
 	return nil
 }

@@ -123,7 +123,7 @@ func (r *Reader) freshen(ctx context.Context, snap *snapshot.Snapshot) error {
 		if c.First != snap.Next {
 			return &events.Error{Code: events.CodeCorrupt, Session: snap.ID, Seq: &c.First, Detail: fmt.Sprintf("stream sequence %d: expected a commit from seq %d on, found one from %d", c.StreamSeq, snap.Next, c.First)}
 		}
-		return snap.Fold(c, r.log.Vocabulary(), nil)
+		return known(ctx, r.log, func(v *events.Vocabulary) error { return snap.Fold(c, v, nil) })
 	})
 }
 
@@ -157,6 +157,7 @@ func (r *Reader) await(ctx context.Context, session string, seq events.Seq, time
 		poll := time.NewTimer(pause)
 		select {
 		case <-hit:
+			hit = nil // once: the replica that answers may lag
 		case <-poll.C:
 		case <-over.C:
 			poll.Stop()
@@ -290,6 +291,9 @@ func (r *Reader) Sessions(ctx context.Context, parent, cursor string, limit int)
 		h, err := r.headers.Get(ctx, id)
 		if errors.Is(err, events.ErrSessionNotFound) {
 			continue // an index entry whose header never came
+		}
+		if err == nil && parent != "" && h.ParentSession != parent {
+			continue // an index entry of a header that was refused
 		}
 		if err != nil {
 			return nil, err

@@ -166,15 +166,19 @@ func (w *Worker) Start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	stream, err := w.log.JetStream().Stream(ctx, w.log.Config().Stream)
+	if err != nil {
+		return unavailable("stream", err)
+	}
 	run, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	w.cancel = cancel
 	w.partitions = nil
 	for n := range w.log.Partitions() {
-		p := newPartition(w, n, quarantined[n])
-		if err := p.readCheckpoint(ctx); err != nil {
+		p := newPartition(w, n, stream, quarantined[n])
+		if err := p.readCheckpoint(ctx, stream.CachedInfo().State.LastSeq); err != nil {
 			cancel(err)
 			w.running.Wait()
-			w.cancel = nil
+			w.cancel, w.partitions = nil, nil
 			return err
 		}
 		w.partitions = append(w.partitions, p)
@@ -191,11 +195,12 @@ func (w *Worker) Start(ctx context.Context) error {
 // still, or ctx ends.
 func (w *Worker) Stop(ctx context.Context) error {
 	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.cancel == nil {
+	cancel := w.cancel
+	w.mu.Unlock()
+	if cancel == nil {
 		return nil
 	}
-	w.cancel(errStopping)
+	cancel(errStopping)
 	done := make(chan struct{})
 	go func() {
 		w.running.Wait()
@@ -203,7 +208,9 @@ func (w *Worker) Stop(ctx context.Context) error {
 	}()
 	select {
 	case <-done:
+		w.mu.Lock()
 		w.cancel = nil
+		w.mu.Unlock()
 		return nil
 	case <-ctx.Done():
 		return ctx.Err()
@@ -277,13 +284,16 @@ func (w *Worker) Retry(ctx context.Context, session string) error {
 	w.mu.Lock()
 	ps := w.partitions
 	w.mu.Unlock()
+	away := &events.Error{Code: events.CodeUnavailable, Session: session, Detail: "no worker runs here"}
 	n := w.log.Partition(session)
 	if n >= len(ps) {
-		return &events.Error{Code: events.CodeUnavailable, Session: session, Detail: "no worker runs here"}
+		return away
 	}
 	done := make(chan error, 1)
 	select {
 	case ps[n].retries <- retry{session, done}:
+	case <-ps[n].done:
+		return away
 	case <-ctx.Done():
 		return ctx.Err()
 	}

@@ -225,20 +225,81 @@ func (s *State) Plan(e *events.Event) (Change, error) {
 	return c, nil
 }
 
-func (s *State) planReplace(e *events.Event, c *Change) error {
-	fail := func(r events.Rule, format string, args ...any) error {
-		return events.Violation(r, e.Seq, fmt.Sprintf(format, args...))
+// PlanStored says what an event of the log does to the surface, for one who keeps neither
+// details nor bodies: it looks for the ends of a replacement and checks nothing else.
+func (s *State) PlanStored(e *events.Event) (Change, error) {
+	c := Change{Position: len(s.nodes), Node: Node{Seq: e.Seq, Kind: e.Kind, Size: int32(len(e.Data())), key: e.Seq}}
+	switch e.Op.Kind {
+	case events.OpNone:
+		return Change{}, nil
+	case events.OpReplace:
+		from, to, err := s.ends(e)
+		if err != nil {
+			return Change{}, err
+		}
+		c.Position, c.Removed, c.Replace = from, to-from+1, true
+		c.Node.key = s.nodes[from].key
+	}
+	return c, nil
+}
+
+// Replay applies what another fold of the same log found: a node that was appended, or took
+// the place of the shadowed ones. It reports false, and changes nothing, when the surface is
+// not the one that this happened to.
+func (s *State) Replay(seq events.Seq, k events.Kind, shadowed []events.Seq) bool {
+	c := Change{Position: len(s.nodes), Node: Node{Seq: seq, Kind: k, key: seq}}
+	if len(shadowed) > 0 {
+		from, ok := s.Position(shadowed[0])
+		if !ok || from+len(shadowed) > len(s.nodes) {
+			return false
+		}
+		for i, want := range shadowed {
+			if s.nodes[from+i].Seq != want {
+				return false
+			}
+		}
+		c.Position, c.Removed, c.Replace = from, len(shadowed), true
+		c.Node.key = s.nodes[from].key
+	}
+	s.Apply(&c)
+	return true
+}
+
+// Truncate takes the nodes behind a seq off the surface. Nothing may have been replaced since.
+func (s *State) Truncate(seq events.Seq) {
+	n := len(s.nodes)
+	for n > 0 && s.nodes[n-1].Seq > seq {
+		n--
+	}
+	clear(s.nodes[n:])
+	s.nodes = s.nodes[:n]
+}
+
+// ends finds the positions of the two ends of a replacement.
+func (s *State) ends(e *events.Event) (from, to int, err error) {
+	fail := func(r events.Rule, format string, args ...any) (int, int, error) {
+		return 0, 0, events.Violation(r, e.Seq, fmt.Sprintf(format, args...))
 	}
 	from, ok := s.Position(e.Op.Start)
 	if !ok {
 		return fail(events.RuleEndpointNotOnSurface, "startSeq %d is not a node of the surface", e.Op.Start)
 	}
-	to, ok := s.Position(e.Op.End)
-	if !ok {
+	if to, ok = s.Position(e.Op.End); !ok {
 		return fail(events.RuleEndpointNotOnSurface, "endSeq %d is not a node of the surface", e.Op.End)
 	}
 	if from > to {
 		return fail(events.RuleRangeInverted, "startSeq %d stands behind endSeq %d on the surface", e.Op.Start, e.Op.End)
+	}
+	return from, to, nil
+}
+
+func (s *State) planReplace(e *events.Event, c *Change) error {
+	fail := func(r events.Rule, format string, args ...any) error {
+		return events.Violation(r, e.Seq, fmt.Sprintf(format, args...))
+	}
+	from, to, err := s.ends(e)
+	if err != nil {
+		return err
 	}
 	shadowed := s.nodes[from : to+1]
 	if missing := uncited(shadowed, e.Sources); missing != nil {

@@ -87,7 +87,8 @@ func (s *stack) command(name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// start starts a server and waits for its ready line.
+// start starts a server and waits for its ready line. A child that comes with an error still
+// runs.
 func (s *stack) start(ctx context.Context, name string, args ...string) (*child, error) {
 	args = append([]string{"serve", "--log-format", "text", "--log-level", "warn"}, args...)
 	c := &child{name: name, cmd: s.command(name, args...), stdout: newOutput(nil), stderr: newOutput(s.log), ended: make(chan struct{})}
@@ -109,7 +110,7 @@ func (s *stack) start(ctx context.Context, name string, args ...string) (*child,
 		}
 		return c, c.failed("printed %q, expected a ready line", line)
 	case <-c.ended:
-		return c, c.failed("ended before it was ready: %v", c.cmd.ProcessState)
+		return nil, c.failed("ended before it was ready: %v", c.cmd.ProcessState)
 	case <-ctx.Done():
 		if err := context.Cause(ctx); !errors.Is(err, context.DeadlineExceeded) {
 			return c, err

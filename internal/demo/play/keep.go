@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 
 	"palimpsest/internal/demo"
@@ -27,12 +26,10 @@ func (s *stack) keepUp(ctx context.Context) error {
 	fmt.Printf(tryThese, s.appender.HTTP, s.projector.HTTP, demo.ID, s.bin)
 	select {
 	case <-ctx.Done():
-	case <-s.appender.ended:
-		return errors.New("the appender ended by itself") // stop says how
+		fmt.Println("\nStopping.")
+	case <-s.appender.ended: // stop says how
 	case <-s.projector.ended:
-		return errors.New("the projector ended by itself")
 	}
-	fmt.Println("\nStopping.")
 	return s.stop()
 }
 
@@ -41,7 +38,7 @@ const tryThese = `
 Try in another terminal:
 
   # append a message, to a session that needs not exist before
-  curl -s %[1]s/v1/sessions/hello/events -d '{"type":"user/message","surfaceOp":"append","data":{"id":"u1","role":"user","content":[{"type":"text","text":"Hello"}],"source":{"kind":"user"}}}'
+  curl -s %[1]s/v1/sessions/hello/events --json '{"type":"user/message","surfaceOp":"append","data":{"id":"u1","role":"user","content":[{"type":"text","text":"Hello"}],"source":{"kind":"user"}}}'
 
   # what the model should see, once event 0 is projected
   curl -s '%[2]s/v1/sessions/hello/messages?minSeq=0'

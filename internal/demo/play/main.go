@@ -54,13 +54,16 @@ func run() int {
 	switch {
 	case err == nil:
 		return 0
-	case ctx.Err() != nil && errors.Is(err, context.Canceled):
+	case ctx.Err() != nil && errors.Is(err, context.Canceled) && !errors.Is(err, errUnclean):
 		fmt.Fprintln(os.Stderr, "\nplay: interrupted; everything is stopped")
 	default:
 		fmt.Fprintln(os.Stderr, "\nplay:", err)
 	}
 	return 1
 }
+
+// errUnclean says that something did not end as it should, or is left behind.
+var errUnclean = errors.New("at the end")
 
 // with makes the temporary directory, runs do, and ends and removes whatever was started and
 // made, however do ended.
@@ -74,7 +77,9 @@ func (s *stack) with(do func(*stack) error) (err error) {
 		return err
 	}
 	defer func() {
-		err = errors.Join(err, s.stop(), os.RemoveAll(s.temp))
+		if end := errors.Join(s.stop(), os.RemoveAll(s.temp)); end != nil {
+			err = errors.Join(err, fmt.Errorf("%w: %w", errUnclean, end))
+		}
 	}()
 	if s.data == "" {
 		s.data = filepath.Join(s.temp, "store")

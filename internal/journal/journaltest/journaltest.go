@@ -231,6 +231,13 @@ func (p *Proxy) LoseWhen(lose func(up bool, b []byte) bool) {
 	p.lose = lose
 }
 
+// Armed reports whether what LoseWhen waits for is still to come.
+func (p *Proxy) Armed() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.lose != nil
+}
+
 func (p *Proxy) accept() {
 	defer p.wg.Done()
 	for {

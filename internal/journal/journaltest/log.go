@@ -44,11 +44,11 @@ func (l *Log) IDs() []string {
 // Next is the seq that the next event gets.
 func (l *Log) Next() events.Seq { return events.Seq(len(l.Lines)) }
 
-// Count is how many lines contain text.
-func (l *Log) Count(text string) int {
+// Count is how many lines contain all of the texts.
+func (l *Log) Count(texts ...string) int {
 	n := 0
 	for _, line := range l.Lines {
-		if strings.Contains(line, text) {
+		if !slices.ContainsFunc(texts, func(text string) bool { return !strings.Contains(line, text) }) {
 			n++
 		}
 	}

@@ -1,0 +1,158 @@
+package projection
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"palimpsest/internal/events"
+	"palimpsest/internal/snapshot"
+	"palimpsest/internal/surface"
+)
+
+func notThere(session string, seq events.Seq) error {
+	return &events.Error{Code: events.CodeNotFound, Session: session, Seq: &seq, Detail: fmt.Sprintf("the session has no event at seq %d", seq)}
+}
+
+// surfaceAt returns the surface as of a seq, its nodes' seqs alone, and the stream sequence
+// behind which the log goes on from there; the commit behind it may begin before the seq.
+func (r *Reader) surfaceAt(ctx context.Context, session string, seq events.Seq) (*surface.State, uint64, error) {
+	h, err := r.headers.Get(ctx, session)
+	if err != nil {
+		return nil, 0, err
+	}
+	s := surface.New(h.Format, surface.KeepFingerprints)
+	if seq < 0 {
+		return s, 0, nil
+	}
+	at, err := r.log.Locate(ctx, session, seq)
+	if err != nil {
+		return nil, 0, err
+	}
+	if at == nil {
+		return nil, 0, notThere(session, seq)
+	}
+	err = r.log.ReadToEnd(ctx, session, 0, func(c *events.Commit) error {
+		err := deltasOf(s, c, r.log.Vocabulary(), events.NoSeq, seq, nil)
+		if err == nil && c.StreamSeq >= at.StreamSeq {
+			err = errReached
+		}
+		return err
+	})
+	if err != nil && !errors.Is(err, errReached) {
+		return nil, 0, err
+	}
+	return s, at.StreamSeq - 1, nil
+}
+
+// At returns a session's snapshot as of a seq, with all its messages. It starts from the
+// nearest state that is of use: the head when it is not beyond the seq, the head cut short when
+// nothing was replaced since, and the log's start otherwise.
+func (r *Reader) At(ctx context.Context, session string, seq events.Seq) (*View, error) {
+	if err := events.CheckSessionID(session); err != nil {
+		return nil, err
+	}
+	h, err := r.headers.Get(ctx, session)
+	if err != nil {
+		return nil, err
+	}
+	at, err := r.log.Locate(ctx, session, seq)
+	if err != nil {
+		return nil, err
+	}
+	if at == nil {
+		return nil, notThere(session, seq)
+	}
+	snap, _, err := r.buckets.Snapshots.Load(ctx, session, surface.KeepBodies)
+	if err != nil && !damaged(err) {
+		return nil, err
+	}
+	useful := snap != nil && snap.Last() <= seq
+	if snap != nil && !useful {
+		if useful, err = r.onlyAppended(ctx, snap, at, seq); err != nil {
+			return nil, err
+		}
+	}
+	if useful {
+		if snap, _, err = r.buckets.Snapshots.Full(ctx, session); err != nil {
+			return nil, err
+		}
+		// The head may have moved on meanwhile, and something may have been replaced.
+		if useful = snap.Last() <= seq; !useful {
+			if useful, err = r.onlyAppended(ctx, snap, at, seq); err != nil {
+				return nil, err
+			}
+			snap.Surface.Truncate(seq)
+			snap.Next = min(snap.Next, seq+1)
+		}
+	}
+	if !useful {
+		snap = snapshot.New(session, h.Format, surface.KeepBodies)
+	}
+	if snap.Last() < seq {
+		err = r.log.ReadToEnd(ctx, session, snap.StreamSeq, func(c *events.Commit) error {
+			part := *c
+			part.Body, part.Last = bodyUpTo(c, seq)
+			if err := snap.Fold(&part, r.log.Vocabulary(), nil); err != nil {
+				return err
+			}
+			if part.Last >= seq {
+				return errReached
+			}
+			return nil
+		})
+		if err != nil && !errors.Is(err, errReached) {
+			return nil, err
+		}
+	}
+	return &View{Snapshot: snap}, nil
+}
+
+// bodyUpTo is the body of a commit without the events behind a seq, and its last seq then.
+func bodyUpTo(c *events.Commit, seq events.Seq) ([]byte, events.Seq) {
+	if c.Last <= seq {
+		return c.Body, c.Last
+	}
+	n := 0
+	for range seq - c.First + 1 {
+		line, _ := events.CutLine(c.Body[n:])
+		n += len(line) + 1
+	}
+	return c.Body[:n], seq
+}
+
+// onlyAppended reports whether nothing was replaced behind a seq, up to the snapshot's, so that
+// the surface then is the surface now without its latest nodes. It gives up when reading
+// about that would take longer than folding the log from its start.
+func (r *Reader) onlyAppended(ctx context.Context, snap *snapshot.Snapshot, at *events.Commit, seq events.Seq) (bool, error) {
+	if snap.Surface.Generation() == 0 {
+		return true, nil
+	}
+	if snap.Last()-seq > seq {
+		return false, nil
+	}
+	errReplaced := errors.New("replaced")
+	err := r.log.ReadToEnd(ctx, snap.ID, at.StreamSeq-1, func(c *events.Commit) error {
+		if c.First > snap.Last() {
+			return errReached
+		}
+		for line, rest := []byte(nil), c.Body; len(rest) > 0; {
+			line, rest = events.CutLine(rest)
+			var e events.Event
+			if err := events.ParseCanonical(&e, line, c.Format, r.log.Vocabulary()); err != nil {
+				return err
+			}
+			if e.Seq > seq && e.Op.Kind == events.OpReplace {
+				return errReplaced
+			}
+		}
+		return nil
+	})
+	switch {
+	case errors.Is(err, errReplaced):
+		return false, nil
+	case errors.Is(err, errReached):
+		return true, nil
+	}
+	return err == nil, err
+}

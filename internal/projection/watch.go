@@ -1,0 +1,360 @@
+package projection
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"slices"
+	"sort"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats.go"
+
+	"palimpsest/internal/events"
+	"palimpsest/internal/surface"
+)
+
+const (
+	// keptDeltas is how many of a watched session's latest deltas are in memory. A watcher
+	// that falls further behind is cut off.
+	keptDeltas = 4096
+	// silence is how long a hub hears nothing before it looks into the log by itself.
+	silence = 2 * time.Second
+)
+
+// ErrSlow ends the watch of a reader that did not keep up.
+var ErrSlow = errors.New("projection: the watcher did not keep up; resume from the last seq that it saw")
+
+// Hubs are the sessions that are watched in this process. A hub follows one session for all
+// its watchers.
+type Hubs struct {
+	r    *Reader
+	conn *nats.Conn
+
+	mu   sync.Mutex
+	hubs map[string]*hub
+}
+
+// NewHubs returns hubs that hear of deltas over a connection.
+func NewHubs(r *Reader, conn *nats.Conn) *Hubs {
+	return &Hubs{r: r, conn: conn, hubs: map[string]*hub{}}
+}
+
+// hub follows one session.
+type hub struct {
+	hs      *Hubs
+	session string
+	cancel  context.CancelFunc
+	done    chan struct{}
+	watches int // guarded by Hubs.mu
+
+	// surface and streamSeq belong to the hub's goroutine.
+	surface   *surface.State
+	streamSeq uint64
+
+	mu      sync.Mutex // guards all below
+	seq     events.Seq // of the last event whose delta, if it had one, is known
+	from    events.Seq // deltas holds all behind this seq
+	deltas  []Delta
+	changed chan struct{} // closed and replaced when there is news
+	err     error         // set when the hub has ended
+}
+
+// Watch is one watcher of a session. It is not safe for concurrent use.
+type Watch struct {
+	h    *hub
+	from events.Seq // of the last delta that was given out, or where the watch began
+
+	// While the watch is behind the hub's memory it reads the log by itself.
+	past  *surface.State
+	after uint64
+}
+
+// Watch begins a watch behind a seq: that of the last event that the caller knows. It must be
+// closed.
+func (hs *Hubs) Watch(ctx context.Context, session string, from events.Seq) (*Watch, error) {
+	h, err := hs.join(ctx, session)
+	if err != nil {
+		return nil, err
+	}
+	w := &Watch{h: h, from: from}
+	h.mu.Lock()
+	behind := from < h.from
+	h.mu.Unlock()
+	if behind {
+		if w.past, w.after, err = hs.r.surfaceAt(ctx, session, from); err != nil {
+			w.Close()
+			return nil, err
+		}
+	}
+	return w, nil
+}
+
+// Close ends the watch.
+func (w *Watch) Close() { w.h.hs.leave(w.h) }
+
+// Next waits for the next deltas, in order, without gaps and repeats. The error is ctx's, or
+// says why there will be no more: ErrSlow, or what the log holds that cannot be folded.
+func (w *Watch) Next(ctx context.Context) ([]Delta, error) {
+	for w.past != nil {
+		ds, err := w.history(ctx)
+		if err != nil || len(ds) > 0 {
+			return ds, err
+		}
+	}
+	for {
+		ds, news, err := w.h.since(w.from)
+		if err != nil {
+			return nil, err
+		}
+		if len(ds) > 0 {
+			w.from = ds[len(ds)-1].Seq
+			return ds, nil
+		}
+		select {
+		case <-news:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+// history reads the next commits of the log, until the hub's memory begins.
+func (w *Watch) history(ctx context.Context) (out []Delta, err error) {
+	w.h.mu.Lock()
+	upTo := w.h.from
+	w.h.mu.Unlock()
+	last := w.from
+	err = w.h.hs.r.log.ReadToEnd(ctx, w.h.session, w.after, func(c *events.Commit) error {
+		err := deltasOf(w.past, c, w.h.hs.r.log.Vocabulary(), w.from, upTo, func(d Delta) error {
+			out = append(out, d)
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+		w.after, last = c.StreamSeq, min(c.Last, upTo)
+		if last == upTo || len(out) >= maxDeltas {
+			return errReached
+		}
+		return nil
+	})
+	if err != nil && !errors.Is(err, errReached) {
+		return nil, err
+	}
+	w.from = max(w.from, last)
+	if w.from >= upTo {
+		w.past = nil
+	}
+	return out, nil
+}
+
+// errReached ends a reading of the log at the place that was looked for.
+var errReached = errors.New("projection: reached")
+
+// join returns the session's hub, started and at the end of the log, with one more watch.
+func (hs *Hubs) join(ctx context.Context, session string) (*hub, error) {
+	if err := events.CheckSessionID(session); err != nil {
+		return nil, err
+	}
+	hd, err := hs.r.headers.Get(ctx, session)
+	if err != nil {
+		return nil, err
+	}
+	hs.mu.Lock()
+	defer hs.mu.Unlock()
+	if h := hs.hubs[session]; h != nil {
+		h.watches++
+		return h, nil
+	}
+	run, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	h := &hub{hs: hs, session: session, cancel: cancel, done: make(chan struct{}), watches: 1,
+		seq: events.NoSeq, from: events.NoSeq, changed: make(chan struct{})}
+	if err := h.load(ctx, hd.Format); err != nil {
+		cancel()
+		return nil, err
+	}
+	msgs := make(chan *nats.Msg, 256)
+	sub, err := hs.conn.ChanSubscribe(DeltaSubject(session), msgs)
+	if err != nil {
+		cancel()
+		return nil, unavailable("watch", err)
+	}
+	hs.hubs[session] = h
+	go h.run(run, sub, msgs)
+	return h, nil
+}
+
+// leave ends a watch; the last one ends the hub.
+func (hs *Hubs) leave(h *hub) {
+	hs.mu.Lock()
+	h.watches--
+	last := h.watches == 0
+	if last && hs.hubs[h.session] == h {
+		delete(hs.hubs, h.session)
+	}
+	hs.mu.Unlock()
+	if last {
+		h.cancel()
+		<-h.done
+	}
+}
+
+// load brings the hub to the session's head.
+func (h *hub) load(ctx context.Context, f events.Format) error {
+	snap, _, err := h.hs.r.buckets.Snapshots.Load(ctx, h.session, surface.KeepFingerprints)
+	if err != nil && !damaged(err) {
+		return err
+	}
+	if snap == nil {
+		h.surface = surface.New(f, surface.KeepFingerprints)
+		return h.heal(ctx)
+	}
+	h.surface, h.streamSeq = snap.Surface, snap.StreamSeq
+	h.seq, h.from = snap.Last(), snap.Last()
+	return h.heal(ctx)
+}
+
+func (h *hub) run(ctx context.Context, sub *nats.Subscription, msgs <-chan *nats.Msg) {
+	defer close(h.done)
+	defer func() { _ = sub.Unsubscribe() }() // fails only when the connection is gone
+	timer := time.NewTimer(silence)
+	defer timer.Stop()
+	for {
+		var err error
+		select {
+		case m := <-msgs:
+			var d deltaMessage
+			if json.Unmarshal(m.Data, &d) != nil || !h.take(&d) {
+				err = h.heal(ctx)
+			}
+		case <-timer.C:
+			err = h.heal(ctx)
+		case <-ctx.Done():
+			return
+		}
+		timer.Reset(silence)
+		var e *events.Error
+		if err != nil && ctx.Err() == nil && errors.As(err, &e) && e.Code != events.CodeUnavailable {
+			h.end(err) // the log holds what cannot be folded
+			return
+		}
+	}
+}
+
+// take applies the deltas of a flush if they follow on what the hub has. It reports false when
+// there is a gap.
+func (h *hub) take(m *deltaMessage) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if m.To <= h.seq {
+		return true
+	}
+	if m.From != h.seq || m.Deltas == nil {
+		return false
+	}
+	for _, d := range m.Deltas {
+		if !h.surface.Replay(d.Seq, events.SurfaceKind(d.Node.Type), d.Shadowed) {
+			return false
+		}
+		h.add(d)
+		h.seq = d.Seq
+	}
+	h.seq, h.streamSeq = m.To, max(h.streamSeq, m.StreamSeq)
+	h.wake()
+	return true
+}
+
+// heal reads what the log holds behind what the hub has.
+func (h *hub) heal(ctx context.Context) error {
+	err := h.hs.r.log.ReadToEnd(ctx, h.session, h.streamSeq, func(c *events.Commit) error {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		err := deltasOf(h.surface, c, h.hs.r.log.Vocabulary(), h.seq, events.MaxSeq, func(d Delta) error {
+			h.add(d)
+			h.seq = d.Seq
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+		h.seq = max(h.seq, c.Last)
+		h.streamSeq = c.StreamSeq
+		return nil
+	})
+	h.mu.Lock()
+	h.wake()
+	h.mu.Unlock()
+	return err
+}
+
+// deltasOf applies the events of a commit that lie behind one seq and not behind another, and
+// calls f for what each does to the surface.
+func deltasOf(s *surface.State, c *events.Commit, v *events.Vocabulary, behind, upTo events.Seq, f func(Delta) error) error {
+	for line, rest := []byte(nil), c.Body; len(rest) > 0; {
+		line, rest = events.CutLine(rest)
+		var e events.Event
+		if err := events.ParseCanonical(&e, line, c.Format, v); err != nil {
+			return err
+		}
+		if e.Seq <= behind {
+			continue
+		}
+		if e.Seq > upTo {
+			return nil
+		}
+		ch, err := s.PlanStored(&e)
+		if err != nil {
+			return err
+		}
+		s.Apply(&ch)
+		if d, ok := deltaOf(&ch); ok && f != nil {
+			if err := f(d); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// add keeps a delta. The caller holds mu.
+func (h *hub) add(d Delta) {
+	h.deltas = append(h.deltas, d)
+	if extra := len(h.deltas) - keptDeltas; extra > 0 {
+		h.from = h.deltas[extra-1].Seq
+		h.deltas = append(h.deltas[:0:0], h.deltas[extra:]...)
+	}
+}
+
+// wake tells the watchers that there is news. The caller holds mu.
+func (h *hub) wake() {
+	close(h.changed)
+	h.changed = make(chan struct{})
+}
+
+func (h *hub) end(err error) {
+	h.mu.Lock()
+	h.err = err
+	h.wake()
+	h.mu.Unlock()
+	h.hs.mu.Lock()
+	defer h.hs.mu.Unlock()
+	if h.hs.hubs[h.session] == h {
+		delete(h.hs.hubs, h.session)
+	}
+}
+
+// since returns the deltas behind a seq, or a channel that is closed when there are any.
+func (h *hub) since(seq events.Seq) ([]Delta, <-chan struct{}, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if seq < h.from {
+		return nil, nil, ErrSlow
+	}
+	i := sort.Search(len(h.deltas), func(i int) bool { return h.deltas[i].Seq > seq })
+	if i < len(h.deltas) {
+		return slices.Clone(h.deltas[i:]), nil, nil
+	}
+	return nil, h.changed, h.err
+}
