@@ -53,6 +53,11 @@ func (c *serveCmd) Run(ctx context.Context) error {
 		CacheBytes: c.CacheBytes, KeyWindow: c.KeyWindow,
 	})
 	g.Add("appender", platform.StopFunc(a.Close))
+	stop, err := a.Listen()
+	if err != nil {
+		return stopAfter(&g, err)
+	}
+	g.Add("contention", platform.StopFunc(func(context.Context) error { stop(); return nil }))
 	g.Add("services", api.NewAppenderServices(s.conns.Publish[0], a, api.ServiceConfig{}))
 	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: api.NewAppender(a, api.AppenderConfig{MaxBody: c.MaxBody, Ready: s.ready})})
 	g.Add("http", http)

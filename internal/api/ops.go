@@ -296,7 +296,7 @@ func (o *appends) writer(ctx context.Context, in *input) (*output, error) {
 	if err != nil {
 		return nil, err
 	}
-	f, err := o.a.TakeWriter(ctx, in.session, name, c.expected, "")
+	f, err := o.a.TakeWriter(ctx, appender.WriterRequest{Session: in.session, Writer: name, Key: in.header(headerKey), Expected: c.expected})
 	if err != nil {
 		return nil, err
 	}
@@ -340,7 +340,7 @@ func (o *appends) compact(ctx context.Context, in *input) (*output, error) {
 	if err != nil {
 		return nil, err
 	}
-	req := appender.CompactRequest{Session: in.session, Summary: m["summary"], Extra: map[string]json.RawMessage{}, Expected: c.expected, Epoch: c.epoch, Trace: in.trace()}
+	req := appender.CompactRequest{Session: in.session, Summary: m["summary"], Extra: map[string]json.RawMessage{}, Key: in.header(headerKey), Expected: c.expected, Epoch: c.epoch, Trace: in.trace()}
 	for name, into := range map[string]*events.Seq{"startSeq": &req.Start, "endSeq": &req.End} {
 		n, err := seqMember(m, name)
 		if err != nil {
@@ -389,7 +389,7 @@ func (o *appends) prune(ctx context.Context, in *input) (*output, error) {
 	if seq == nil {
 		return nil, badRequest("seq is missing; expected the seq of a tool/result on the surface")
 	}
-	r, err := o.a.Prune(ctx, appender.PruneRequest{Session: in.session, Seq: *seq, Content: m["content"], Expected: c.expected, Epoch: c.epoch, Trace: in.trace()})
+	r, err := o.a.Prune(ctx, appender.PruneRequest{Session: in.session, Seq: *seq, Content: m["content"], Key: in.header(headerKey), Expected: c.expected, Epoch: c.epoch, Trace: in.trace()})
 	if err != nil {
 		return nil, err
 	}
@@ -425,6 +425,9 @@ func readJSONBody(req *appender.Request, b []byte) (map[string][]byte, error) {
 		return nil, err
 	}
 	m, err := events.SplitObject(b)
+	if err != nil && m["events"] != nil && m["type"] == nil {
+		return nil, err
+	}
 	if err != nil || m["events"] == nil || m["type"] != nil {
 		// What is wrong with a single event is for the one parser to say.
 		req.Events = [][]byte{b}

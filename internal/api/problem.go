@@ -83,10 +83,15 @@ func ProblemOf(err error) Problem {
 // retryAfter is how many seconds a client should wait before it tries again.
 const retryAfter = 1
 
+// retriable reports whether the same request may succeed after a while.
+func (p Problem) retriable() bool {
+	return p.Status == http.StatusTooManyRequests || p.Status == http.StatusServiceUnavailable
+}
+
 func writeProblem(w http.ResponseWriter, err error) {
 	p := ProblemOf(err)
 	w.Header().Set("Content-Type", "application/problem+json")
-	if p.Status == http.StatusTooManyRequests || p.Status == http.StatusServiceUnavailable {
+	if p.retriable() {
 		w.Header().Set("Retry-After", strconv.Itoa(retryAfter))
 	}
 	w.WriteHeader(p.Status)

@@ -2,6 +2,7 @@ package api
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -53,6 +54,12 @@ func (rt *router) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}()
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	err := rt.dispatch(started, r)
+	if err != nil && r.Context().Err() != nil {
+		var e *events.Error
+		if !errors.As(err, &e) { // the program stops, or the client is gone and nobody reads this
+			err = &events.Error{Code: events.CodeUnavailable, Cause: err, Detail: "the server is stopping; try again"}
+		}
+	}
 	switch {
 	case err == nil:
 	case started.started:
@@ -159,7 +166,11 @@ func readQuery(r *http.Request, known ...string) *query {
 			found = found || n == k
 		}
 		if !found {
-			q.err = badRequest(fmt.Sprintf("unknown query parameter %q; expected %s", k, strings.Join(known, ", ")))
+			expected := strings.Join(known, ", ")
+			if expected == "" {
+				expected = "none here"
+			}
+			q.err = badRequest(fmt.Sprintf("unknown query parameter %q; expected %s", k, expected))
 		} else if len(v[k]) > 1 {
 			q.err = badRequest(fmt.Sprintf("query parameter %q is given twice", k))
 		}

@@ -23,8 +23,9 @@ type ServiceConfig struct {
 	Prefix string
 	// Version is the service's version, as a semantic version. Defaults to 0.1.0.
 	Version string
-	// Parallel is how many requests are worked on at the same time. Defaults to 256; the
-	// others wait in the client's buffers.
+	// Parallel is how many appends are worked on at the same time, and how many of them are
+	// endpoints of that name there are; the others wait in the client's buffers. Defaults to
+	// 32. Of every other operation there are 2.
 	Parallel int
 	// Logger hears of failed requests. Defaults to slog.Default().
 	Logger *slog.Logger
@@ -33,15 +34,15 @@ type ServiceConfig struct {
 // Services answers requests over NATS: the same operations, bodies and problems as over HTTP.
 // It is a platform.Service.
 type Services struct {
-	conn  *nats.Conn
-	name  string
-	ops   []operation
-	cfg   ServiceConfig
-	slots chan struct{}
+	conn *nats.Conn
+	name string
+	ops  []operation
+	cfg  ServiceConfig
 
-	mu      sync.Mutex
+	mu      sync.Mutex // guards all below
 	service micro.Service
-	running sync.WaitGroup
+	active  int           // requests that are being worked on
+	still   chan struct{} // closed when active is 0, while somebody waits for that
 }
 
 // NewAppenderServices returns the appender's NATS services: <prefix>.append.<token> and so on.
@@ -53,13 +54,13 @@ func NewAppenderServices(conn *nats.Conn, a *appender.Appender, cfg ServiceConfi
 		cfg.Version = "0.1.0"
 	}
 	if cfg.Parallel == 0 {
-		cfg.Parallel = 256
+		cfg.Parallel = 32
 	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.Default()
 	}
 	o := &appends{a}
-	return &Services{conn: conn, name: "palimpsest-appender", ops: o.operations(), cfg: cfg, slots: make(chan struct{}, cfg.Parallel)}
+	return &Services{conn: conn, name: "palimpsest-appender", ops: o.operations(), cfg: cfg}
 }
 
 // Start begins to answer.
@@ -78,9 +79,17 @@ func (s *Services) Start(context.Context) error {
 	}
 	for _, op := range s.ops {
 		h := micro.HandlerFunc(func(r micro.Request) { s.serve(op, r) })
-		if err := svc.AddEndpoint(op.name, h, micro.WithEndpointSubject(s.cfg.Prefix+"."+op.name+".*")); err != nil {
-			_ = svc.Stop()
-			return fmt.Errorf("api: endpoint %s: %w", op.name, err)
+		// An endpoint works on one request at a time, and its statistics are right only when it
+		// answers before it returns: what runs in parallel is several endpoints of one name.
+		n := s.cfg.Parallel
+		if op.name != "append" {
+			n = 2
+		}
+		for range n {
+			if err := svc.AddEndpoint(op.name, h, micro.WithEndpointSubject(s.cfg.Prefix+"."+op.name+".*")); err != nil {
+				_ = svc.Stop()
+				return fmt.Errorf("api: endpoint %s: %w", op.name, err)
+			}
 		}
 	}
 	s.service = svc
@@ -96,50 +105,69 @@ func (s *Services) Stop(ctx context.Context) error {
 	if svc == nil {
 		return nil
 	}
+	// The subscriptions drain: what they hold already still comes, and is answered.
 	err := svc.Stop()
-	done := make(chan struct{})
-	go func() {
-		s.running.Wait()
-		close(done)
-	}()
+	if ferr := s.conn.FlushWithContext(ctx); err == nil {
+		err = ferr
+	}
+	s.mu.Lock()
+	var still chan struct{}
+	if s.active > 0 {
+		still = make(chan struct{})
+		s.still = still
+	}
+	s.mu.Unlock()
+	if still == nil {
+		return err
+	}
 	select {
-	case <-done:
+	case <-still:
 		return err
 	case <-ctx.Done():
 		return ctx.Err()
 	}
 }
 
-// serve works on a request in a goroutine of its own: an endpoint's requests come one by one.
+// begin counts a request that is being worked on, until end is called.
+func (s *Services) begin() (end func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.active++
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.active--; s.active == 0 && s.still != nil {
+			close(s.still)
+			s.still = nil
+		}
+	}
+}
+
+// serve works on a request.
 func (s *Services) serve(op operation, r micro.Request) {
-	s.slots <- struct{}{}
-	s.running.Add(1)
-	go func() {
-		defer func() {
-			if p := recover(); p != nil {
-				s.cfg.Logger.Error("panic in a service", "subject", r.Subject(), "panic", fmt.Sprint(p))
-				s.refuse(r, &events.Error{Code: events.CodeInternal, Detail: "the server made a mistake; it is in its log"})
-			}
-			<-s.slots
-			s.running.Done()
-		}()
-		out, err := s.answer(op, r)
-		if err != nil {
-			s.refuse(r, err)
-			return
-		}
-		h := micro.Headers{"Content-Type": {typeJSON}, "Palimpsest-Status": {strconv.Itoa(out.status)}}
-		if out.etag != "" {
-			h["ETag"] = []string{out.etag}
-		}
-		body, err := events.Marshal(out.body)
-		if err == nil {
-			err = r.Respond(body, micro.WithHeaders(h))
-		}
-		if err != nil {
-			s.cfg.Logger.Warn("answer could not be sent", "subject", r.Subject(), "err", err)
+	defer s.begin()()
+	defer func() {
+		if p := recover(); p != nil {
+			s.cfg.Logger.Error("panic in a service", "subject", r.Subject(), "panic", fmt.Sprint(p))
+			s.refuse(r, &events.Error{Code: events.CodeInternal, Detail: "the server made a mistake; it is in its log"})
 		}
 	}()
+	out, err := s.answer(op, r)
+	if err != nil {
+		s.refuse(r, err)
+		return
+	}
+	h := micro.Headers{"Content-Type": {typeJSON}, "Palimpsest-Status": {strconv.Itoa(out.status)}}
+	if out.etag != "" {
+		h["ETag"] = []string{out.etag}
+	}
+	body, err := events.Marshal(out.body)
+	if err == nil {
+		err = r.Respond(body, micro.WithHeaders(h))
+	}
+	if err != nil {
+		s.cfg.Logger.Warn("answer could not be sent", "subject", r.Subject(), "err", err)
+	}
 }
 
 func (s *Services) answer(op operation, r micro.Request) (*output, error) {
@@ -174,7 +202,11 @@ func (s *Services) refuse(r micro.Request, err error) {
 	if p.Status >= http.StatusInternalServerError {
 		s.cfg.Logger.Warn("request failed", "subject", r.Subject(), "status", p.Status, "err", err)
 	}
-	if rerr := r.Error(strconv.Itoa(p.Status), p.Title, body, micro.WithHeaders(micro.Headers{"Content-Type": {"application/problem+json"}})); rerr != nil {
+	h := micro.Headers{"Content-Type": {"application/problem+json"}}
+	if p.retriable() {
+		h["Retry-After"] = []string{strconv.Itoa(retryAfter)}
+	}
+	if rerr := r.Error(strconv.Itoa(p.Status), p.Title, body, micro.WithHeaders(h)); rerr != nil {
 		s.cfg.Logger.Warn("answer could not be sent", "subject", r.Subject(), "err", rerr)
 	}
 }

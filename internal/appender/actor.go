@@ -7,7 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"slices"
+	"sync/atomic"
+	"time"
 
 	"github.com/nats-io/nuid"
 
@@ -55,6 +58,8 @@ type actor struct {
 	state *session.State // nil until loaded, and whenever it cannot be trusted
 	keys  *keyWindow     // nil until an append with an idempotency key comes
 
+	contended atomic.Int64 // Unix ns until which gaps are left for others
+
 	unborn *events.Header // the header of a session that is not stored yet; nil for others
 }
 
@@ -71,6 +76,33 @@ func (s *actor) run() {
 		}
 		s.do(group)
 		s.a.release(group)
+		s.leaveGap()
+	}
+}
+
+const (
+	// contention is how long an appender goes on leaving gaps after it was asked for a turn.
+	contention = time.Second
+	// gap is the longest of the pauses between two commits then: time for another appender to
+	// read what it missed and to publish.
+	gap = 12 * time.Millisecond
+	// askAfter is how often in a row an appender is overtaken before it asks for a turn.
+	askAfter = 2
+)
+
+// leaveGap pauses while another appender has asked for a turn on the session. Without it, the
+// one that is nearest to the server would win every round.
+func (s *actor) leaveGap() {
+	if time.Now().UnixNano() < s.contended.Load() {
+		time.Sleep(gap/4 + rand.N(3*gap/4))
+	}
+}
+
+// askForTurn asks other appenders for a gap, and leaves gaps from then on as they do.
+func (s *actor) askForTurn() {
+	s.contended.Store(time.Now().Add(contention).UnixNano())
+	if err := s.a.log.AskForTurn(s.id); err != nil {
+		s.a.cfg.Logger.Warn("asking for a turn", "session", s.id, "err", err)
 	}
 }
 
@@ -102,6 +134,9 @@ func (s *actor) do(group []*work) {
 				w.finish(nil, &events.Error{Code: events.CodeOverloaded, Session: s.id, Detail: fmt.Sprintf("other appenders were first %d times; try again later", conflicts)})
 			}
 			return
+		}
+		if conflicts >= askAfter {
+			s.askForTurn()
 		}
 		if s.state == nil { // lost with a commit whose outcome is not known
 			if err := s.reload(ctx); err != nil {
@@ -346,7 +381,7 @@ func (s *actor) plan(ctx context.Context, batch *session.Batch, w *work) (*share
 			return nil, s.at(w, i, err)
 		}
 	}
-	if err := s.quota(sh); err != nil {
+	if err := s.quota(sh); err != nil && !w.takesFence {
 		batch.Rewind(at)
 		return nil, err
 	}
@@ -409,7 +444,7 @@ func (s *actor) quota(sh *share) error {
 
 // near warns of a limit of which 80 % are used.
 func (s *actor) near(who string, have, most int64, unit string) []string {
-	if have < most/10*8 {
+	if have < most-most/5 {
 		return nil
 	}
 	return []string{fmt.Sprintf("%s has %d of at most %d %s", who, have, most, unit)}
@@ -430,7 +465,7 @@ func (s *actor) event(w *work, raws [][]byte, i int) (*events.Event, error) {
 	if most := min(s.a.cfg.MaxEvent, s.a.log.MaxCommit()-1); len(e.Line) > most {
 		return nil, &events.Error{Code: events.CodeTooLarge, Detail: fmt.Sprintf("the event has %d bytes, at most %d are taken (the smaller of the configured maximum %d and what the server takes, %d)", len(e.Line), most, s.a.cfg.MaxEvent, s.a.log.MaxCommit()-1)}
 	}
-	if e.Type == "session/writer" && e.Kind != events.KindOpaque && !w.takesFence {
+	if e.Type == typeWriter && e.Kind != events.KindOpaque && !w.takesFence {
 		return nil, &events.Error{Code: events.CodeFenced, Detail: "session/writer is appended by POST …/writer alone, which gives it the next epoch"}
 	}
 	return e, nil

@@ -128,6 +128,18 @@ func New(j *journal.Journal, h *journal.Headers, s *snapshot.Store, cfg Config) 
 	return &Appender{cfg: cfg.withDefaults(), log: j, headers: h, store: s, sessions: map[string]*actor{}}
 }
 
+// Listen makes the appender hear of others that ask for a turn on a session which both append
+// to. Without it they may starve. stop ends it.
+func (a *Appender) Listen() (stop func(), err error) {
+	return a.log.OnAskForTurn(func(session string) {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		if s := a.sessions[session]; s != nil {
+			s.contended.Store(time.Now().Add(contention).UnixNano())
+		}
+	})
+}
+
 // Stats returns the appender's counters.
 func (a *Appender) Stats() *Stats { return &a.stats }
 
@@ -234,7 +246,10 @@ type Request struct {
 
 	// derive makes the events from the state; no events and no error: nothing is to be done.
 	derive func(context.Context, *actor) ([][]byte, error)
-	// takesFence lets the request through whoever the session's writer is.
+	// begins is the type of the first event that derive makes, by which a repeated key is known.
+	begins string
+	// takesFence lets the request through whoever the session's writer is, and however large
+	// the session: it closes or takes over.
 	takesFence bool
 }
 
@@ -303,23 +318,49 @@ type Fence struct {
 	Epoch  events.Seq `json:"epoch"`
 }
 
-// TakeWriter makes somebody the session's writer: whoever was it before is refused from then
-// on. With expected the session must be at that seq.
-func (a *Appender) TakeWriter(ctx context.Context, id, writer string, expected *events.Seq, actorName string) (*Fence, error) {
+// WriterRequest asks for somebody to become a session's writer.
+type WriterRequest struct {
+	Session, Writer string
+	Key             string // idempotency key, "" for none
+	Expected        *events.Seq
+	Actor           string
+}
+
+// TakeWriter makes somebody the session's writer: whoever was it before is refused from then on.
+// With Expected the session must be at that seq.
+func (a *Appender) TakeWriter(ctx context.Context, r WriterRequest) (*Fence, error) {
+	id, writer := r.Session, r.Writer
 	if writer == "" || len(writer) > events.MaxSessionID || !utf8.ValidString(writer) {
 		return nil, &events.Error{Code: events.CodeBadRequest, Session: id, Detail: fmt.Sprintf("writer: expected 1 to %d bytes of UTF-8, found %q", events.MaxSessionID, clip([]byte(writer)))}
 	}
 	f := &Fence{Writer: writer}
-	r, err := a.Append(ctx, Request{Session: id, Expected: expected, Actor: actorName, takesFence: true, derive: func(_ context.Context, s *actor) ([][]byte, error) {
+	receipt, err := a.Append(ctx, Request{Session: id, Key: r.Key, Expected: r.Expected, Actor: r.Actor, takesFence: true, begins: typeWriter, derive: func(_ context.Context, s *actor) ([][]byte, error) {
 		f.Epoch = s.state.Epoch() + 1
 		return [][]byte{s.fenceEvent(writer, a.cfg.Now().UnixMilli())}, nil
 	}})
-	f.Receipt = r
+	f.Receipt = receipt
 	if err != nil {
 		return nil, err
 	}
+	if receipt.Duplicate { // an earlier request took it, at whatever epoch the session had then
+		st, err := a.Status(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		e, _, err := a.readEvent(ctx, id, receipt.FirstSeq, st.Header.Format)
+		if err != nil {
+			return nil, err
+		}
+		fields := e.Fields()
+		if fields.Writer != writer {
+			return nil, &events.Error{Code: events.CodeKeyReused, Session: id, Seq: &receipt.FirstSeq, Detail: fmt.Sprintf("the idempotency key was used for the writer %q; use a new key for %q", fields.Writer, writer)}
+		}
+		f.Epoch = fields.Epoch
+	}
 	return f, nil
 }
+
+const typeWriter = "session/writer"
 
 // Status is what an appender knows of a session.
 type Status struct {

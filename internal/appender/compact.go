@@ -11,6 +11,7 @@ import (
 	"github.com/nats-io/nuid"
 
 	"palimpsest/internal/events"
+	"palimpsest/internal/provider"
 	"palimpsest/internal/snapshot"
 	"palimpsest/internal/surface"
 )
@@ -28,6 +29,7 @@ type CompactRequest struct {
 	Extra map[string]json.RawMessage
 	// Allow lists what is not to be refused: AllowSplit.
 	Allow    []string
+	Key      string // idempotency key, "" for none
 	Expected *events.Seq
 	Epoch    *events.Seq
 	Actor    string
@@ -45,7 +47,7 @@ func (a *Appender) Compact(ctx context.Context, r CompactRequest) (*Receipt, err
 		return nil, err
 	}
 	id := nuid.Next()
-	return a.Append(ctx, Request{Session: r.Session, Expected: r.Expected, Epoch: r.Epoch, Actor: r.Actor, Trace: r.Trace,
+	return a.Append(ctx, Request{Session: r.Session, Key: r.Key, Expected: r.Expected, Epoch: r.Epoch, Actor: r.Actor, Trace: r.Trace, begins: "compaction/start",
 		derive: func(ctx context.Context, s *actor) ([][]byte, error) { return s.compaction(ctx, r, id, content) }})
 }
 
@@ -146,8 +148,8 @@ func (s *actor) keepsPairs(ctx context.Context, from, to int) error {
 	if err != nil {
 		return err
 	}
-	type half struct{ call, result int } // positions + 1
-	pairs := map[string]half{}
+	var list []provider.Message
+	var positions []int
 	for i := range view.Surface.Len() {
 		n := view.Surface.Node(i)
 		if n.Kind != events.KindAssistant && n.Kind != events.KindTool {
@@ -157,25 +159,17 @@ func (s *actor) keepsPairs(ctx context.Context, from, to int) error {
 		if err != nil {
 			return err
 		}
-		calls, result := events.ToolIDs(n.Kind, m)
-		for _, id := range calls {
-			p := pairs[id]
-			p.call = i + 1
-			pairs[id] = p
-		}
-		if result != "" {
-			p := pairs[result]
-			p.result = i + 1
-			pairs[result] = p
+		if m != nil {
+			list = append(list, provider.Message{Seq: n.Seq, Kind: n.Kind, JSON: m})
+			positions = append(positions, i)
 		}
 	}
-	inside := func(pos int) bool { return pos-1 >= from && pos-1 <= to }
-	for _, id := range sortedKeys(pairs) {
-		p := pairs[id]
-		if p.call > 0 && p.result > 0 && inside(p.call) != inside(p.result) {
-			call, result := view.Surface.Node(p.call-1).Seq, view.Surface.Node(p.result-1).Seq
+	inside := func(i int) bool { return positions[i] >= from && positions[i] <= to }
+	for _, p := range provider.Pairs(view.Format, list) {
+		if inside(p.Call) != inside(p.Result) {
+			call, result := list[p.Call].Seq, list[p.Result].Seq
 			return &events.Error{Code: events.CodeSplitsToolPair, Session: s.id, Seq: &call,
-				Detail: fmt.Sprintf("the range would separate the tool call %q (node %d) from its result (node %d); take both in, leave both out, or allow %q", id, call, result, AllowSplit)}
+				Detail: fmt.Sprintf("the range would separate the tool call %q (node %d) from its result (node %d); take both in, leave both out, or allow %q", p.CallID, call, result, AllowSplit)}
 		}
 	}
 	return nil
@@ -216,6 +210,7 @@ type PruneRequest struct {
 	// Content is what stands there from now on: content blocks as JSON, or a text. Defaults to
 	// a text that says how much was pruned.
 	Content  json.RawMessage
+	Key      string // idempotency key, "" for none
 	Expected *events.Seq
 	Epoch    *events.Seq
 	Actor    string
@@ -232,7 +227,7 @@ func (a *Appender) Prune(ctx context.Context, r PruneRequest) (*Receipt, error) 
 			return nil, err
 		}
 	}
-	return a.Append(ctx, Request{Session: r.Session, Expected: r.Expected, Epoch: r.Epoch, Actor: r.Actor, Trace: r.Trace,
+	return a.Append(ctx, Request{Session: r.Session, Key: r.Key, Expected: r.Expected, Epoch: r.Epoch, Actor: r.Actor, Trace: r.Trace, begins: events.TypeTool,
 		derive: func(ctx context.Context, s *actor) ([][]byte, error) { return s.prune(ctx, r, content) }})
 }
 

@@ -127,7 +127,7 @@ func (s *actor) readKeys(ctx context.Context) error {
 // the original receipt, or key-reused when the events are others. An append with an expected
 // seq is recognised by that seq, at any later time.
 func (s *actor) recognise(ctx context.Context, w *work) (*Receipt, error) {
-	if w.Key == "" || w.Expected != nil || w.derive != nil {
+	if w.Key == "" || w.Expected != nil {
 		return nil, nil
 	}
 	if s.keys == nil {
@@ -139,6 +139,9 @@ func (s *actor) recognise(ctx context.Context, w *work) (*Receipt, error) {
 	if !ok {
 		return nil, nil
 	}
+	if w.derive != nil {
+		return s.recogniseDerived(ctx, w, e)
+	}
 	last, err := s.stored(ctx, w, e.first)
 	if err != nil {
 		return nil, err
@@ -147,6 +150,26 @@ func (s *actor) recognise(ctx context.Context, w *work) (*Receipt, error) {
 		return nil, s.keyReused(w, e.first, e.last)
 	}
 	return s.original(w, e.first, last), nil
+}
+
+// recogniseDerived answers a request whose events were made from the state then, which is
+// another now: the key and the kind of request tell that it is the same.
+func (s *actor) recogniseDerived(ctx context.Context, w *work, k keyed) (*Receipt, error) {
+	c, err := s.a.log.Locate(ctx, s.id, k.first)
+	if err != nil {
+		return nil, err
+	}
+	e, _, err := s.a.readEvent(ctx, s.id, k.first, s.state.Format)
+	if err != nil {
+		return nil, err
+	}
+	if c == nil || e == nil {
+		return nil, s.lostLog()
+	}
+	if e.Type != w.begins || w.begins == events.TypeTool && e.Op.Kind != events.OpReplace {
+		return nil, s.keyReused(w, k.first, k.last)
+	}
+	return &Receipt{Session: s.id, FirstSeq: k.first, LastSeq: k.last, Commit: c.ID, Duplicate: true, Digest: c.Digest.String()}, nil
 }
 
 func (s *actor) keyReused(w *work, first, last events.Seq) error {
@@ -225,7 +248,7 @@ func (s *actor) epochAt(ctx context.Context, seq events.Seq) (events.Seq, error)
 			switch {
 			case e.Seq >= seq:
 				return stop
-			case e.Type == "session/writer":
+			case e.Type == typeWriter:
 				if f := e.Fields(); f.Epoch > epoch {
 					epoch = f.Epoch
 				}

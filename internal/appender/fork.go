@@ -137,16 +137,20 @@ func childHeader(r ForkRequest, parent *events.Header, time int64) (*events.Head
 // event's time.
 func (a *Appender) legalFork(ctx context.Context, parent string, f events.Format, at events.Seq) (int64, error) {
 	life := lifecycle.New()
-	var time int64
+	var time, size int64
 	err := a.lines(ctx, parent, f, 0, at, func(e *events.Event) error {
 		if e.Kind != events.KindOpaque {
 			life.Apply(e)
 		}
 		time = e.Time
+		size += int64(len(e.Line)) + 1
 		return nil
 	})
 	if err != nil {
 		return 0, err
+	}
+	if int64(at)+2 > a.cfg.MaxSessionEvents || size > a.cfg.MaxSessionBytes {
+		return 0, &events.Error{Code: events.CodeTooLarge, Session: parent, Seq: &at, Detail: fmt.Sprintf("the fork would start with %d events of %d bytes; a session may have %d and %d", at+2, size, a.cfg.MaxSessionEvents, a.cfg.MaxSessionBytes)}
 	}
 	if turn, open := life.Turn(); open {
 		return 0, &events.Error{Code: events.CodeOpenTurn, Session: parent, Seq: &at,

@@ -276,7 +276,7 @@ func TestRepairFencesTheWriter(t *testing.T) {
 	w := newWorld(t)
 	p, other := w.start(t, appender.Config{Invariants: lifecycle.Enforce}), w.start(t, appender.Config{})
 	ctx := journaltest.Context(t)
-	f, err := p.TakeWriter(ctx, "s", "agent", nil, "")
+	f, err := p.TakeWriter(ctx, appender.WriterRequest{Session: "s", Writer: "agent"})
 	if err != nil || f.Epoch != 1 || f.FirstSeq != 0 {
 		t.Fatalf("%+v, %v", f, err)
 	}

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -302,24 +303,40 @@ func (v *verifier) log(ctx context.Context, header *events.Header) error {
 		v.chain = events.SeedChain(v.id, header.Raw)
 	}
 	v.snap = snapshot.New(v.id, format, surface.KeepBodies)
-	return v.read(ctx, 0)
+	return v.read(ctx, 0, math.MaxUint64)
 }
 
-// read checks what the log holds behind a stream sequence.
-func (v *verifier) read(ctx context.Context, after uint64) error {
-	for {
+// read checks what the log holds behind a stream sequence, up to another one or to where the
+// log ends now: what is appended meanwhile may come faster than it is checked.
+func (v *verifier) read(ctx context.Context, after, upTo uint64) error {
+	end, err := v.end(ctx)
+	if err != nil {
+		return err
+	}
+	upTo = min(upTo, end)
+	stop := errors.New("stop")
+	for after < upTo {
 		err := v.a.log.ReadToEnd(ctx, v.id, after, func(c *events.Commit) error {
+			if c.StreamSeq > upTo {
+				return stop
+			}
 			after = c.StreamSeq
-			return v.commit(ctx, c)
+			if err := v.commit(ctx, c); err != nil {
+				return err
+			}
+			if after == upTo {
+				return stop
+			}
+			return nil
 		})
 		var bad *journal.MalformedError
-		if errors.As(err, &bad) { // report it and read on behind it
+		switch {
+		case errors.As(err, &bad) && bad.StreamSeq <= upTo: // report it and read on behind it
 			v.find(Finding{Check: CheckMessage, StreamSeq: bad.StreamSeq, Detail: bad.Error()})
 			v.snap = nil
 			after = bad.StreamSeq
 			continue
-		}
-		if err != nil {
+		case err != nil && err != stop && bad == nil:
 			return err
 		}
 		break
@@ -327,6 +344,19 @@ func (v *verifier) read(ctx context.Context, after uint64) error {
 	v.r.LastSeq = v.next - 1
 	v.r.Digest, v.r.Chain = v.digest.String(), v.chain.String()
 	return nil
+}
+
+// end is the stream sequence of the last message of the log, 0 when there is none.
+func (v *verifier) end(ctx context.Context) (uint64, error) {
+	last, err := v.a.log.LeaderLast(ctx, v.id)
+	var bad *journal.MalformedError
+	switch {
+	case errors.As(err, &bad):
+		return bad.StreamSeq, nil
+	case err != nil || last == nil:
+		return 0, err
+	}
+	return last.StreamSeq, nil
 }
 
 // parse reads an event in full. The vocabulary is read again before a type is called unknown.
@@ -486,7 +516,7 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 			return nil
 		}
 		if head.Seq > v.snap.Last() {
-			if more, err := v.foldOn(ctx); err != nil || more {
+			if more, err := v.foldOn(ctx, head.StreamSeq); err != nil || more {
 				if err != nil {
 					return err
 				}
@@ -511,10 +541,10 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 	}
 }
 
-// foldOn folds what was appended since the log was read.
-func (v *verifier) foldOn(ctx context.Context) (more bool, err error) {
+// foldOn folds what was appended since the log was read, up to where a head says that it is.
+func (v *verifier) foldOn(ctx context.Context, streamSeq uint64) (more bool, err error) {
 	before := v.r.Commits
-	err = v.read(ctx, v.snap.StreamSeq)
+	err = v.read(ctx, v.snap.StreamSeq, streamSeq)
 	return v.snap == nil || v.r.Commits > before, err
 }
 

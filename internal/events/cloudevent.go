@@ -196,11 +196,11 @@ func SplitObject(raw []byte) (map[string][]byte, error) {
 	if b[0] != '{' {
 		return nil, &Error{Code: CodeBadRequest, Detail: "expected an object, found " + kindOf(b)}
 	}
-	if k := duplicateKey(b); k != "" {
-		return nil, &Error{Code: CodeBadRequest, Detail: fmt.Sprintf("key %q is given twice", k)}
-	}
 	out := map[string][]byte{}
 	eachMember(b, func(k, v []byte) bool { out[string(unescape(nil, k))] = v; return true })
+	if k := duplicateKey(b); k != "" {
+		return out, &Error{Code: CodeBadRequest, Detail: fmt.Sprintf("key %q is given twice", k)}
+	}
 	return out, nil
 }
 

@@ -70,32 +70,45 @@ func FormatTime(t time.Time) string { return t.UTC().Format("2006-01-02T15:04:05
 // Header returns the headers of the message that carries the commit.
 func (c *Commit) Header() nats.Header {
 	h := make(nats.Header, 20)
-	set := func(name, value string) { h[cePrefix+name] = []string{percentEncode(value)} }
-	set("specversion", ceVersion)
-	set("id", c.ID)
-	set("source", "/sessions/"+Token(c.Session))
-	set("type", CommitType)
-	set("subject", c.Session)
-	set("time", c.Time)
-	set("datacontenttype", CommitContentType)
-	set("sequence", fmt.Sprintf("%020d", c.First))
-	set("firstseq", c.First.String())
-	set("lastseq", c.Last.String())
-	set("format", strconv.Itoa(int(c.Format)))
-	set("actor", c.Actor)
-	set("digest", c.Digest.String())
-	set("chain", c.Chain.String())
+	values := make([]string, 0, 16) // one array for all values
+	set := func(name, value string) {
+		values = append(values, percentEncode(value))
+		h[name] = values[len(values)-1 : len(values) : len(values)]
+	}
+	set("ce-specversion", ceVersion)
+	set("ce-id", c.ID)
+	set("ce-source", "/sessions/"+Token(c.Session))
+	set("ce-type", CommitType)
+	set("ce-subject", c.Session)
+	set("ce-time", c.Time)
+	set("ce-datacontenttype", CommitContentType)
+	set("ce-sequence", c.sequence())
+	set("ce-firstseq", c.First.String())
+	set("ce-lastseq", c.Last.String())
+	set("ce-format", strconv.Itoa(int(c.Format)))
+	set("ce-actor", c.Actor)
+	set("ce-digest", c.Digest.String())
+	set("ce-chain", c.Chain.String())
 	if len(c.Appends) > 0 {
 		b, err := json.Marshal(c.Appends)
 		if err != nil {
 			panic(err) // strings and numbers always encode
 		}
-		set("appends", string(b))
+		set("ce-appends", string(b))
 	}
 	if c.Trace != "" {
 		h[traceParentHeader] = []string{c.Trace}
 	}
 	return h
+}
+
+// sequence is the first seq with 20 digits, which sorts as text.
+func (c *Commit) sequence() string {
+	var b [20]byte
+	for i, n := len(b)-1, c.First; i >= 0; i, n = i-1, n/10 {
+		b[i] = byte('0' + n%10)
+	}
+	return string(b[:])
 }
 
 // ParseCommit reads a stored message back. It checks the headers, not the events; an

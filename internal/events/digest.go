@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
+	"strconv"
 )
 
 // Digest is one link of a hash chain: SHA-256, 32 bytes.
@@ -37,9 +38,14 @@ func SeedChain(session string, header []byte) Digest {
 // NextChain is chain(k) = SHA-256(chain(k-1) ‖ "id\nactor\ntime\nformat\nfirstseq\nlastseq\n" ‖
 // digest of the commit's last event), with the values as they stand in the message's headers.
 func (d Digest) NextChain(c *Commit) Digest {
-	b := append([]byte(nil), d[:]...)
-	b = fmt.Appendf(b, "%s\n%s\n%s\n%d\n%d\n%d\n",
-		percentEncode(c.ID), percentEncode(c.Actor), percentEncode(c.Time), c.Format, c.First, c.Last)
+	var store [256]byte
+	b := append(store[:0], d[:]...)
+	for _, v := range [...]string{c.ID, c.Actor, c.Time} {
+		b = append(append(b, percentEncode(v)...), '\n')
+	}
+	for _, n := range [...]int64{int64(c.Format), int64(c.First), int64(c.Last)} {
+		b = append(strconv.AppendInt(b, n, 10), '\n')
+	}
 	return sha256.Sum256(append(b, c.Digest[:]...))
 }
 

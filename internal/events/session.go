@@ -3,7 +3,6 @@ package events
 import (
 	"bytes"
 	"fmt"
-	"hash/fnv"
 	"strconv"
 	"strings"
 	"unicode"
@@ -40,16 +39,27 @@ func CheckSessionID(id string) error {
 // Token is the session id as one subject token, KV key and URI segment: every byte outside
 // [A-Za-z0-9_-] is written as =XX.
 func Token(session string) string {
+	plain := true
+	for i := 0; i < len(session) && plain; i++ {
+		plain = plainInToken(session[i])
+	}
+	if plain {
+		return session
+	}
 	var b strings.Builder
 	for i := 0; i < len(session); i++ {
 		c := session[i]
-		if isDigit(c) || c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c == '_' || c == '-' {
+		if plainInToken(c) {
 			b.WriteByte(c)
 		} else {
 			fmt.Fprintf(&b, "=%02X", c)
 		}
 	}
 	return b.String()
+}
+
+func plainInToken(c byte) bool {
+	return isDigit(c) || c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c == '_' || c == '-'
 }
 
 // SessionOf is the inverse of Token. It refuses a token that Token would not have written.
@@ -78,9 +88,11 @@ func SessionOf(token string) (string, error) {
 
 // Partition is the partition of a session: FNV-1a 32 of its token modulo n.
 func Partition(token string, n int) int {
-	h := fnv.New32a()
-	h.Write([]byte(token))
-	return int(h.Sum32() % uint32(n))
+	h := uint32(2166136261) // FNV-1a's offset basis and prime
+	for i := 0; i < len(token); i++ {
+		h = (h ^ uint32(token[i])) * 16777619
+	}
+	return int(h % uint32(n))
 }
 
 // Header is a session's immutable header, kept as the bytes that were given.

@@ -1,10 +1,10 @@
 package journal
 
 import (
-	"context"
 	"strconv"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/nats-io/nats.go"
 )
@@ -71,9 +71,8 @@ func (a *acks) answered(m *nats.Msg) {
 	}
 }
 
-// send sends a message and waits for its answer or the end of ctx. It sets the message's reply
-// subject.
-func (a *acks) send(ctx context.Context, msg *nats.Msg) (*nats.Msg, error) {
+// send sends a message and waits for its answer. It sets the message's reply subject.
+func (a *acks) send(msg *nats.Msg, timeout time.Duration) (*nats.Msg, error) {
 	if err := a.open(); err != nil {
 		return nil, err
 	}
@@ -86,6 +85,8 @@ func (a *acks) send(ctx context.Context, msg *nats.Msg) (*nats.Msg, error) {
 	msg.Reply = a.prefix + strconv.FormatUint(id, 36)
 	err := a.conn.PublishMsg(msg)
 	if err == nil {
+		timer := time.NewTimer(timeout)
+		defer timer.Stop()
 		select {
 		case m := <-ch:
 			a.chans.Put(ch)
@@ -93,8 +94,8 @@ func (a *acks) send(ctx context.Context, msg *nats.Msg) (*nats.Msg, error) {
 				return nil, nats.ErrNoResponders
 			}
 			return m, nil
-		case <-ctx.Done():
-			err = ctx.Err()
+		case <-timer.C:
+			err = nats.ErrTimeout
 		}
 	}
 	s.mu.Lock()

@@ -1,6 +1,7 @@
 package journal
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -68,16 +69,22 @@ func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (
 	if err := ctx.Err(); err != nil {
 		return false, err
 	}
+	seq, dup, err := j.publishOnce(conn, msg, c)
+	if err == nil {
+		c.StreamSeq = seq
+		return dup, nil
+	}
 	// Once something was sent, the caller going away must not leave the outcome open.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), j.cfg.RetryBudget)
 	defer cancel()
 	var last error
 	conflicts := 0
 	for attempt, pause := 0, 50*time.Millisecond; ; attempt++ {
-		seq, dup, err := j.publishOnce(ctx, conn, msg, c)
-		if err == nil {
-			c.StreamSeq = seq
-			return dup, nil
+		if attempt > 0 {
+			if seq, dup, err = j.publishOnce(conn, msg, c); err == nil {
+				c.StreamSeq = seq
+				return dup, nil
+			}
 		}
 		last = err
 		conflict := isConflict(err)
@@ -146,33 +153,47 @@ func isConflict(err error) bool {
 }
 
 // publishOnce sends the message and waits for its ack.
-func (j *Journal) publishOnce(ctx context.Context, conn *acks, msg *nats.Msg, c *events.Commit) (seq uint64, dup bool, err error) {
+func (j *Journal) publishOnce(conn *acks, msg *nats.Msg, c *events.Commit) (seq uint64, dup bool, err error) {
 	if j.Faults.BeforePublish != nil {
 		if err := j.Faults.BeforePublish(c); err != nil {
 			return 0, false, err
 		}
 	}
-	ctx, cancel := context.WithTimeout(ctx, j.cfg.PublishTimeout)
-	defer cancel()
-	resp, err := conn.send(ctx, msg)
+	resp, err := conn.send(msg, j.cfg.PublishTimeout)
 	if err == nil {
-		var ack struct {
-			Error     *apiError `json:"error"`
-			Seq       uint64    `json:"seq"`
-			Duplicate bool      `json:"duplicate"`
-		}
-		if err = json.Unmarshal(resp.Data, &ack); err == nil && ack.Error != nil {
-			err = ack.Error
-		}
-		if err == nil && ack.Seq == 0 {
-			err = fmt.Errorf("unexpected answer to a publish: %s", resp.Data)
-		}
-		seq, dup = ack.Seq, ack.Duplicate
+		seq, dup, err = parseAck(resp.Data)
 	}
 	if j.Faults.AfterPublish != nil {
 		err = j.Faults.AfterPublish(c, err)
 	}
 	return seq, dup, err
+}
+
+// parseAck reads the answer to a publish: {"stream":"…","seq":n} nearly always.
+func parseAck(b []byte) (seq uint64, dup bool, err error) {
+	const before = `"seq":`
+	if i := bytes.Index(b, []byte(before)); i > 0 && bytes.HasPrefix(b, []byte(`{"stream":"`)) {
+		for i += len(before); i < len(b) && b[i] >= '0' && b[i] <= '9'; i++ {
+			seq = seq*10 + uint64(b[i]-'0')
+		}
+		if seq > 0 && i == len(b)-1 && b[i] == '}' {
+			return seq, false, nil
+		}
+	}
+	var ack struct {
+		Error     *apiError `json:"error"`
+		Seq       uint64    `json:"seq"`
+		Duplicate bool      `json:"duplicate"`
+	}
+	switch err := json.Unmarshal(b, &ack); {
+	case err != nil:
+		return 0, false, err
+	case ack.Error != nil:
+		return 0, false, ack.Error
+	case ack.Seq == 0:
+		return 0, false, fmt.Errorf("unexpected answer to a publish: %s", b)
+	}
+	return ack.Seq, ack.Duplicate, nil
 }
 
 // after reads what follows a stream sequence on the subject of a commit's session, from the

@@ -339,7 +339,7 @@ func (w *world) store(session string, lines ...func(seq events.Seq) string) uint
 	for i, f := range lines {
 		raws = append(raws, f(wr.Next+events.Seq(i)))
 	}
-	c := wr.Lines(fmt.Sprintf("by-hand-%d", wr.Next), raws...)
+	c := wr.Lines(fmt.Sprintf("by-hand-%s-%d", session, wr.Next), raws...)
 	if _, err := w.log.Publish(ctx, c, last.StreamSeq); err != nil {
 		w.t.Fatal(err)
 	}

@@ -50,6 +50,24 @@ func Unpaired(f events.Format, messages []Message) []UnpairedEntry {
 	return out
 }
 
+// Pair is a tool call and the result that answers it: the indexes of their messages.
+type Pair struct {
+	CallID       string
+	Call, Result int
+}
+
+// Pairs returns the tool calls on a list that have a result on it, in list order, paired as
+// Unpaired does.
+func Pairs(f events.Format, messages []Message) []Pair {
+	var out []Pair
+	for _, c := range pair(f, messages).calls {
+		if c.result >= 0 {
+			out = append(out, Pair{c.id, c.message, c.result})
+		}
+	}
+	return out
+}
+
 // call is one tool-call block of the list.
 type call struct {
 	message, block int

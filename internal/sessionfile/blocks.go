@@ -23,17 +23,29 @@ type blocks struct {
 	buf, rest []byte
 	off       int64
 	n         int // blocks read
+	fail      error
 }
 
 func (b *blocks) Read(dst []byte) (int, error) {
-	if len(b.rest) == 0 {
-		if err := b.fill(); err != nil {
-			return 0, err
-		}
+	if _, err := b.start(); err != nil {
+		return 0, err
 	}
 	n := copy(dst, b.rest)
 	b.rest = b.rest[n:]
 	return n, nil
+}
+
+// start returns bytes that Read will return next.
+func (b *blocks) start() ([]byte, error) {
+	if len(b.rest) == 0 {
+		if err := b.fill(); err != nil {
+			if !errors.Is(err, io.EOF) {
+				b.fail = err
+			}
+			return nil, err
+		}
+	}
+	return b.rest, nil
 }
 
 func (b *blocks) fill() error {
@@ -55,7 +67,7 @@ func (b *blocks) fill() error {
 	switch h := sha256.Sum256(block); {
 	case !b.compare:
 		b.f.sums = append(b.f.sums, h)
-	case b.f.sums[b.n] != h:
+	case b.n >= len(b.f.sums) || b.f.sums[b.n] != h:
 		return b.f.changed(fmt.Sprintf("there are other bytes than before from byte %d to %d", b.off, b.off+int64(n)))
 	}
 	b.n++

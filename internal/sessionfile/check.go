@@ -18,6 +18,7 @@ func (f *File) Check(ctx context.Context) (*Report, error) {
 	f.sums, f.header, f.report = nil, nil, nil
 	r := &Report{File: f.name, Version: noVersion, Warnings: []Problem{}, Problems: []Problem{}, Violations: map[events.Rule]*Violations{}}
 	p := f.newPass(false)
+	defer p.close()
 	err := f.check(ctx, p, r)
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)
@@ -53,15 +54,22 @@ func (f *File) check(ctx context.Context, p *pass, r *Report) (err error) {
 	if !p.dated {
 		r.warn(Problem{Line: 1, Code: CodeNoCreatedAt, Detail: "the header has no createdAt; 0 is taken for it and for the time of events that carry none"})
 	}
+	if p.content.zstd != nil {
+		r.Compression = "zstd"
+	}
 	st := session.New(h.ID, h.Format, nil, surface.KeepFingerprints)
 	defer func() {
-		r.Events, r.Nodes, r.Replacements = int64(st.Next), st.Surface.Len(), st.Surface.Generation()
+		r.Events, r.Bytes = int64(st.Next), st.LogBytes
+		r.Nodes, r.Replacements = st.Surface.Len(), st.Surface.Generation()
 		if turn, ok := st.Life.Turn(); ok {
 			r.OpenTurn = &turn
 		}
+		if p.conv != nil {
+			r.Converted = &p.conv.Converted
+		}
 	}()
 	for ctx.Err() == nil {
-		if at := p.lines.at; !at.ended {
+		if at := p.lines.at; !at.ended && !p.within() {
 			r.warn(Problem{Line: at.number, Code: CodeNoLineEnd, Detail: "the last line has no line end; it is complete and was taken"})
 		}
 		e, err := p.event()
@@ -77,6 +85,10 @@ func (f *File) check(ctx context.Context, p *pass, r *Report) (err error) {
 			v := new(events.Error)
 			errors.As(err, &v)
 			at := p.lines.at // explain reads on
+			if p.conv != nil {
+				counts := p.conv.Converted
+				defer func() { p.conv.Converted = counts }()
+			}
 			r.Branches = p.explain(v, func() bool { return ctx.Err() != nil })
 			p.lines.at = at
 			return v
@@ -94,7 +106,7 @@ func (f *File) check(ctx context.Context, p *pass, r *Report) (err error) {
 			seq := e.Seq
 			r.warn(Problem{Line: p.lines.at.number, Seq: &seq, Code: CodeEmptyCallID, Detail: "the tool result has an empty callId; it is kept so and belongs to no call"})
 		}
-		if e.Type == "session/end-seed" && e.Fields().Inherited {
+		if e.Type == "session/end-seed" && (e.Fields().Inherited || p.conv != nil && e.Seq == p.conv.inherited) {
 			seq := e.Seq
 			r.InheritedThrough = &seq
 		}

@@ -1,10 +1,11 @@
 // Package sessionfile owns session files: a header line, then one event a line. It reads them
 // in two passes with bounded memory, validates every event through the one fold before the
-// first is handed out, and writes the files that an export is. It does not know where events
-// are stored, how they are committed, or who asks.
+// first is handed out, and writes the files that an export is. Files of formats 0 to 2 are read
+// as the files of format 3 that they stand for. It does not know where events are stored, how
+// they are committed, or who asks.
 //
-// Reading is layered: bytes (blocks.go), lines (lines.go), header (header.go), events
-// (pass.go). Each layer knows only the one below it.
+// Reading is layered: bytes (blocks.go), text (zstd.go), lines (lines.go), header (header.go),
+// lines of format 3 or 4 (convert.go), events (pass.go). Each layer knows only the one below it.
 package sessionfile
 
 import (
@@ -23,14 +24,18 @@ import (
 	"palimpsest/internal/lifecycle"
 )
 
-// DefaultMaxEvent is the longest line, in bytes, that is read unless Options say otherwise.
-const DefaultMaxEvent = 8 << 20
+// What Options say by default.
+const (
+	DefaultMaxEvent  = 8 << 20   // bytes of the longest line that is read
+	DefaultMaxWindow = 128 << 20 // bytes that the decoder of a compressed file may look back
+)
 
 // The codes of this package's own problems. All others are those of the broken rules.
 const (
 	CodeUnreadable  events.Code = "file-unreadable"
 	CodeChanged     events.Code = "file-changed" // since it was checked
 	CodeFormat      events.Code = "format-unsupported"
+	CodeZstd        events.Code = "zstd-malformed"
 	CodeCrashTail   events.Code = "crash-tail"
 	CodeBlankLine   events.Code = "blank-line"
 	CodeNoLineEnd   events.Code = "no-line-end"        // a warning
@@ -63,6 +68,9 @@ type Options struct {
 	// MaxEvent is the most bytes that a line, as it stands in the file and in canonical form,
 	// may have without its line end. Defaults to DefaultMaxEvent.
 	MaxEvent int
+	// MaxWindow is the most bytes that a zstd frame may ask the decoder to keep in memory.
+	// Defaults to DefaultMaxWindow.
+	MaxWindow int
 	// RepairTail drops an incomplete last line, with a warning. Defaults to false: then it
 	// is a problem.
 	RepairTail bool
@@ -81,6 +89,9 @@ func (o *Options) setDefaults() {
 	}
 	if o.MaxEvent <= 0 {
 		o.MaxEvent = DefaultMaxEvent
+	}
+	if o.MaxWindow <= 0 {
+		o.MaxWindow = DefaultMaxWindow
 	}
 	if o.Invariants == "" {
 		o.Invariants = lifecycle.Observe
@@ -172,6 +183,7 @@ func (f *File) Events(ctx context.Context, yield func(*events.Event) error) erro
 		return err
 	}
 	p := f.newPass(true)
+	defer p.close()
 	if _, err := p.readHeader(f.id()); err != nil {
 		return err
 	}

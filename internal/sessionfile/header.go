@@ -1,7 +1,6 @@
 package sessionfile
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,69 +10,68 @@ import (
 	"palimpsest/internal/events"
 )
 
-// zstdMagic is what a zstd frame starts with.
-var zstdMagic = []byte{0x28, 0xb5, 0x2f, 0xfd}
-
 // noVersion is the version of a file whose header does not say it.
 const noVersion = -1
 
-// supported says why files of a version cannot be read. Whatever is to be converted on its
-// way in starts here (versions) and in readHeader (compression); the layers above see lines
-// of format 3 or 4.
-func supported(version float64) error {
-	if version == 3 || version == 4 {
-		return nil
+// readVersion reads a header's version. That of an error is what the file says, noVersion when
+// it says none.
+func readVersion(tok []byte) (int, error) {
+	if _, err := strconv.ParseFloat(string(tok), 64); err != nil {
+		return noVersion, malformed("version: expected 0 to 4, found %s", orNothing(tok))
 	}
-	return &events.Error{Code: CodeFormat, Detail: fmt.Sprintf("format %v is not supported by this build; session files of formats 3 and 4 are", version)}
+	version := noVersion
+	if n, ok := integer(tok); ok {
+		version = int(n)
+	}
+	if version < 0 || version > int(events.Format4) {
+		return version, &events.Error{Code: CodeFormat, Detail: fmt.Sprintf("format %s is not supported by this build; session files of formats 0 to 4 are", clip(tok))}
+	}
+	return version, nil
+}
+
+func malformed(format string, args ...any) error {
+	return &events.Error{Code: events.CodeHeaderMalformed, Detail: "session header: " + fmt.Sprintf(format, args...)}
 }
 
 // readHeader reads the first line. id, unless empty, takes the place of the header's own.
 // The version is what the file says, noVersion when it says none.
 func (p *pass) readHeader(id string) (version int, err error) {
-	bad := func(format string, args ...any) (int, error) {
-		return version, &events.Error{Code: events.CodeHeaderMalformed, Detail: "session header: " + fmt.Sprintf(format, args...)}
-	}
 	version = noVersion
-	if start, _ := p.lines.r.Peek(len(zstdMagic)); bytes.Equal(start, zstdMagic) {
-		p.lines.at.number = 1
-		return version, &events.Error{Code: CodeFormat, Detail: "zstd compression is not supported by this build; decompress the file first (zstd -d)"}
-	}
 	l, err := p.lines.next()
 	if errors.Is(err, io.EOF) {
-		return bad(`the file is empty; expected a first line {"type":"session","version":3,…}`)
+		return version, malformed(`the file is empty; expected a first line {"type":"session","version":3,…}`)
 	}
 	if err != nil {
 		return version, err
 	}
 	if _, err := events.Compact(nil, l.text); err != nil {
-		return bad("%v", err)
+		return version, malformed("%v", err)
 	}
-	var members map[string]json.RawMessage // exact keys, unlike a struct's
-	if json.Unmarshal(l.text, &members) != nil || members == nil {
-		return bad(`expected a first line {"type":"session","version":3,…}, found something else`)
+	var given map[string]json.RawMessage // exact keys, unlike a struct's
+	if json.Unmarshal(l.text, &given) != nil || given == nil {
+		return version, malformed(`expected a first line {"type":"session","version":3,…}, found something else`)
 	}
-	if t := members["type"]; string(t) != `"session"` {
-		return bad(`expected a first line of type "session", found %s`, orNothing(t))
+	if t := given["type"]; string(t) != `"session"` {
+		return version, malformed(`expected a first line of type "session", found %s`, orNothing(t))
 	}
-	v := members["version"]
-	number, err := strconv.ParseFloat(string(v), 64)
-	if err != nil {
-		return bad("version: expected 3 or 4, found %s", orNothing(v))
-	}
-	if version = int(number); float64(version) != number {
-		version = noVersion
-	}
-	if err := supported(number); err != nil {
+	if version, err = readVersion(given["version"]); err != nil {
 		return version, err
 	}
-	_, hasID := members["id"]
+	text := l.text
+	if version < int(events.Format3) {
+		p.conv = &converter{}
+		if text, err = p.conv.header(text, version); err != nil {
+			return version, err
+		}
+	}
+	_, hasID := given["id"]
 	switch {
 	case !hasID && id == "":
-		return bad("id is missing; take it from the file's name instead (id-from filename)")
+		return version, malformed("id is missing; take it from the file's name instead (id-from filename)")
 	case !hasID || id == "":
-		p.header, err = events.ParseHeader(l.text, id, 0)
+		p.header, err = events.ParseHeader(text, id, 0)
 	default:
-		if p.header, err = events.ParseHeader(l.text, "", 0); err == nil {
+		if p.header, err = events.ParseHeader(text, "", 0); err == nil {
 			p.header, err = p.header.WithID(id)
 		}
 	}
@@ -81,17 +79,13 @@ func (p *pass) readHeader(id string) (version int, err error) {
 		p.header = nil
 		return version, err
 	}
-	_, p.dated = members["createdAt"]
+	_, p.dated = given["createdAt"]
 	return version, nil
 }
 
 func orNothing(tok []byte) string {
-	const most = 64
-	switch {
-	case tok == nil:
+	if tok == nil {
 		return "nothing"
-	case len(tok) > most:
-		return string(bytes.ToValidUTF8(tok[:most], nil)) + "…"
 	}
-	return string(tok)
+	return clip(tok)
 }

@@ -19,8 +19,12 @@ type Report struct {
 	Session      string `json:"session,omitempty"` // its id; empty when the header has none that is usable
 	Version      int    `json:"version"`           // as the header says, -1 when it does not
 	Events       int64  `json:"events"`            // how many were read and are good
+	Bytes        int64  `json:"bytes"`             // of their canonical lines, with their line ends
 	Nodes        int    `json:"nodes"`             // of the surface behind them
 	Replacements int64  `json:"replacements"`
+
+	Compression string     `json:"compression,omitempty"` // "zstd" or nothing
+	Converted   *Converted `json:"converted,omitempty"`   // nil when the file's format is one that is stored
 
 	Warnings     []Problem `json:"warnings"` // the first hundred
 	MoreWarnings int       `json:"moreWarnings,omitempty"`

@@ -38,6 +38,14 @@ func TestStories(t *testing.T) {
 		{"lifecycle", "lifecycle", "broken lifecycle rules let through without a word", sessionfile.Options{}},
 		{"lifecycle-off", "lifecycle", "lifecycle rules looked at although they are off", sessionfile.Options{Invariants: lifecycle.Off}},
 		{"lifecycle-enforce", "lifecycle", "broken lifecycle rules let through when they are enforced", sessionfile.Options{Invariants: lifecycle.Enforce}},
+		{"packed", "packed", "packed rows expanded to other seqs, times or tokens than they stand for", sessionfile.Options{}},
+		{"packed-branches", "packed-branches", "lines of branches counted as if each were one event", sessionfile.Options{}},
+		{"packed-torn", "packed-torn", "the first events of a row that was cut off taken for the whole row", sessionfile.Options{}},
+		{"packed-torn-repair", "packed-torn", "repair-tail dropping more than the incomplete row", sessionfile.Options{RepairTail: true}},
+		{"packed-no-line-end", "packed-no-line-end", "a warning of the last line for each of its events", sessionfile.Options{}},
+		{"renamed", "renamed", "old replacements refused, or the start and end of anything else renamed", sessionfile.Options{}},
+		{"oldest", "oldest", "messages without an id refused, or given one that changes when they are rewritten", sessionfile.Options{}},
+		{"format1", "format1", "what a fork inherited forgotten, since old headers say it in another way", sessionfile.Options{}},
 		{"spelled", "spelled", "events that are spelled another way refused, or their data touched", sessionfile.Options{}},
 	} {
 		t.Run(s.name, func(t *testing.T) {
@@ -85,7 +93,7 @@ func TestStories(t *testing.T) {
 // TestExportIsAFixedPoint reads what was written and writes it again.
 func TestExportIsAFixedPoint(t *testing.T) {
 	t.Parallel()
-	for _, name := range []string{"recorded", "format4", "mixed-seq", "spelled", "empty-call-id", "lifecycle"} {
+	for _, name := range []string{"recorded", "format4", "mixed-seq", "spelled", "empty-call-id", "lifecycle", "packed", "renamed", "oldest", "format1"} {
 		content, err := os.ReadFile(filepath.Join("testdata", name+".jsonl"))
 		if err != nil {
 			t.Fatal(err)
