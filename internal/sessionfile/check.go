@@ -15,7 +15,7 @@ import (
 // first problem ends it; what is wrong with the file is in the report and no error. The
 // error is the cause of ctx when that ended first; there is no report then.
 func (f *File) Check(ctx context.Context) (*Report, error) {
-	f.sums, f.header, f.report = nil, nil, nil
+	f.sums, f.canonical, f.header, f.report = nil, false, nil, nil
 	r := &Report{File: f.name, Version: noVersion, Warnings: []Problem{}, Problems: []Problem{}, Violations: map[events.Rule]*Violations{}}
 	p := f.newPass(false)
 	defer p.close()
@@ -31,7 +31,7 @@ func (f *File) Check(ctx context.Context) (*Report, error) {
 		r.Problems = append(r.Problems, p.problem(again))
 	}
 	if r.OK() {
-		f.header = p.header
+		f.header, f.canonical = p.header, p.canonical && p.conv == nil
 	}
 	f.report = r
 	return r, nil

@@ -112,10 +112,11 @@ type File struct {
 	o    Options
 
 	// What Check saw; Events must see the same.
-	version version
-	sums    []sum
-	header  *events.Header
-	report  *Report
+	version   version
+	sums      []sum
+	canonical bool // all lines are canonical ones
+	header    *events.Header
+	report    *Report
 }
 
 // version is what tells cheaply that a file is not the one it was.

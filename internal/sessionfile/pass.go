@@ -1,6 +1,7 @@
 package sessionfile
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,19 +12,24 @@ import (
 // pass is one reading of a file.
 type pass struct {
 	f       *File
+	compare bool // with what Check saw
 	content *content
 	lines   *lines
 	header  *events.Header
 	dated   bool // the header has a createdAt
 	next    events.Seq
 	conv    *converter // nil unless the file is of an older format
+
+	// canonical says, while Check reads, that every line so far was an event's canonical line,
+	// and in pass two that all were: then the same bytes need not be validated again.
+	canonical bool
 }
 
 // newPass starts a reading, which must be closed. One that compares reads no other bytes than
 // those that Check saw.
 func (f *File) newPass(compare bool) *pass {
 	c := &content{f: f, b: &blocks{f: f, compare: compare}}
-	return &pass{f: f, content: c, lines: newLines(c, f.o.MaxEvent)}
+	return &pass{f: f, compare: compare, content: c, lines: newLines(c, f.o.MaxEvent), canonical: !compare || f.canonical}
 }
 
 func (p *pass) close() { p.content.close() }
@@ -61,6 +67,12 @@ func (p *pass) first(l line) (*events.Event, error) {
 }
 
 func (p *pass) parse(text []byte) (*events.Event, error) {
+	if p.canonical && p.compare {
+		e := new(events.Event)
+		err := events.ParseCanonical(e, bytes.Clone(text), p.header.Format, p.f.o.Vocabulary)
+		p.next++
+		return e, err
+	}
 	e, err := events.Parse(text, p.context(p.next))
 	if err != nil {
 		return nil, err
@@ -69,6 +81,7 @@ func (p *pass) parse(text []byte) (*events.Event, error) {
 		seq := e.Seq
 		return nil, &events.Error{Code: events.CodeTooLarge, Seq: &seq, Detail: fmt.Sprintf("the event has %d bytes in canonical form, the limit is %d", len(e.Line), most)}
 	}
+	p.canonical = p.canonical && bytes.Equal(e.Line, text)
 	p.next++
 	if p.conv != nil {
 		p.conv.taken()

@@ -1,0 +1,167 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"runtime"
+	"runtime/pprof"
+	"strings"
+	"time"
+
+	"palimpsest/internal/platform"
+)
+
+// bench is what the command line asks for.
+type bench struct {
+	Rounds     int           `help:"Rounds; each runs every case once, and the baseline before it." default:"15"`
+	Time       time.Duration `help:"How long a case is measured in a round, and the baseline before it." default:"400ms"`
+	Warmup     time.Duration `help:"How long each runs before it is measured." default:"80ms"`
+	Durability string        `help:"When the server syncs to disk: interval (each second) or always (before each ack)." enum:"interval,always" default:"interval" env:"BENCH_DURABILITY"`
+	JSON       bool          `help:"Print one JSON object a line instead of a table." env:"BENCH_JSON"`
+	Case       string        `help:"Run this case alone." placeholder:"NAME"`
+	Profile    string        `help:"Write a CPU profile of --case, which then runs once for all its rounds, without the baseline." placeholder:"FILE"`
+	MemProfile string        `help:"Write a profile of what was allocated, likewise." placeholder:"FILE" name:"memprofile"`
+	Flat       bool          `help:"Measure instead how an append depends on the session's length, and the memory of many sessions."`
+	Longest    int           `help:"With --flat: events of the longest session." default:"1000000"`
+	Sessions   int           `help:"With --flat: sessions that are touched for the memory." default:"100000"`
+
+	out, progress io.Writer
+}
+
+// timeLimit ends a run that hangs.
+const timeLimit = 15 * time.Minute
+
+func (b *bench) run(ctx context.Context) (err error) {
+	if err := b.validate(); err != nil {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, timeLimit, fmt.Errorf("the run took more than %s", timeLimit))
+	defer cancel()
+	if b.MemProfile != "" {
+		runtime.MemProfileRate = 0 // until the case runs
+	}
+	r, err := newRig(ctx, platform.Durability(b.Durability))
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, r.close()) }()
+	switch {
+	case b.Flat:
+		err = b.flat(ctx, r)
+	default:
+		err = b.compare(ctx, r)
+	}
+	if err != nil {
+		return err
+	}
+	b.say("checking every log")
+	return r.verify(ctx)
+}
+
+func (b *bench) validate() error {
+	switch {
+	case b.Rounds < 1 || b.Time <= 0 || b.Warmup < 0:
+		return errors.New("expected at least one round, a positive --time and no negative --warmup")
+	case (b.Profile != "" || b.MemProfile != "") && b.Case == "":
+		return errors.New("a profile is of one case; name it with --case")
+	case b.Flat && b.Case != "":
+		return errors.New("--flat has no cases; leave --case out")
+	case b.Longest < 1000 || b.Sessions < 1:
+		return errors.New("expected --longest of at least 1000 and --sessions of at least 1")
+	}
+	return nil
+}
+
+// say reports progress; results go to stdout alone.
+func (b *bench) say(format string, args ...any) { fmt.Fprintf(b.progress, "# "+format+"\n", args...) }
+
+// compare runs the cases in turns with the baseline and reports their medians.
+func (b *bench) compare(ctx context.Context, r *rig) error {
+	b.say("making sessions")
+	raw, err := r.rawPublishes(ctx)
+	if err != nil {
+		return err
+	}
+	cases, err := r.cases(ctx)
+	if err != nil {
+		return err
+	}
+	if b.Case != "" {
+		if cases, err = pick(append(cases, raw), b.Case); err != nil {
+			return err
+		}
+	}
+	if b.Profile != "" || b.MemProfile != "" {
+		return b.profile(ctx, r, cases[0])
+	}
+	results := make([]result, len(cases))
+	for round := range b.Rounds {
+		b.say("round %d of %d", round+1, b.Rounds)
+		for i, c := range cases {
+			base, err := r.measure(ctx, raw, b.Warmup, b.Time)
+			if err != nil {
+				return err
+			}
+			s, err := r.measure(ctx, c, b.Warmup, b.Time)
+			if err != nil {
+				return err
+			}
+			results[i].load = c
+			results[i].base = append(results[i].base, base)
+			results[i].samples = append(results[i].samples, s)
+		}
+	}
+	if b.JSON {
+		return printJSON(b.out, results)
+	}
+	return printTable(b.out, b.Durability, raw, results)
+}
+
+func pick(cases []*load, name string) ([]*load, error) {
+	var names []string
+	for _, c := range cases {
+		if c.name == name {
+			return []*load{c}, nil
+		}
+		names = append(names, c.name)
+	}
+	return nil, &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("there is no case %q; expected one of %s", name, strings.Join(names, ", "))}
+}
+
+// profile runs one case under the profilers that were asked for.
+func (b *bench) profile(ctx context.Context, r *rig, c *load) (err error) {
+	if _, err := r.measure(ctx, c, b.Warmup, b.Warmup); err != nil {
+		return err
+	}
+	if b.MemProfile != "" {
+		runtime.MemProfileRate = 16 << 10
+	}
+	if b.Profile != "" {
+		f, err := os.Create(b.Profile)
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		if err := pprof.StartCPUProfile(f); err != nil {
+			return err
+		}
+	}
+	s, merr := r.measure(ctx, c, 0, b.Time*time.Duration(b.Rounds))
+	pprof.StopCPUProfile()
+	if merr != nil {
+		return merr
+	}
+	fmt.Fprintf(b.out, "%s: %.0f events/s, %.1f allocations an event\n", c.name, s.rate(), s.allocs)
+	if b.MemProfile == "" {
+		return nil
+	}
+	f, err := os.Create(b.MemProfile)
+	if err != nil {
+		return err
+	}
+	runtime.GC() // what was allocated since the last one is not in the profile yet
+	return errors.Join(pprof.Lookup("allocs").WriteTo(f, 0), f.Close())
+}
