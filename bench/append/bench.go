@@ -16,9 +16,9 @@ import (
 
 // bench is what the command line asks for.
 type bench struct {
-	Rounds     int           `help:"Rounds; each runs every case once, and the baseline before it." default:"15"`
-	Time       time.Duration `help:"How long a case is measured in a round, and the baseline before it." default:"400ms"`
-	Warmup     time.Duration `help:"How long each runs before it is measured." default:"80ms"`
+	Rounds     int           `help:"Rounds; each runs every case once, and the baseline before it." default:"9"`
+	Time       time.Duration `help:"How long a case is measured in a round, and the baseline before it." default:"600ms"`
+	Warmup     time.Duration `help:"How long each runs before it is measured." default:"100ms"`
 	Durability string        `help:"When the server syncs to disk: interval (each second) or always (before each ack)." enum:"interval,always" default:"interval" env:"BENCH_DURABILITY"`
 	JSON       bool          `help:"Print one JSON object a line instead of a table." env:"BENCH_JSON"`
 	Case       string        `help:"Run this case alone." placeholder:"NAME"`

@@ -17,6 +17,7 @@ type cli struct {
 	Sessions   sessionsCmd   `cmd:"" help:"List sessions."`
 	Messages   messagesCmd   `cmd:"" help:"Print the messages that the model should see."`
 	Surface    surfaceCmd    `cmd:"" help:"Print the nodes of the surface."`
+	Watch      watchCmd      `cmd:"" help:"Show changes of the surface as they happen, until Ctrl-C."`
 	Transcript transcriptCmd `cmd:"" help:"Print what a human saw, replacements left out."`
 	Events     eventsCmd     `cmd:"" help:"Print events of the log, shadowed ones too."`
 	Export     exportCmd     `cmd:"" help:"Write a session's file to stdout."`

