@@ -25,7 +25,10 @@ const (
 // seq; at the end an `end` that says why. It resumes with Last-Event-ID or from=.
 func (s *projectorAPI) watch(w http.ResponseWriter, r *http.Request, id string) error {
 	q := readQuery(r, "from")
-	from := q.seq("from", events.NoSeq)
+	from := events.NoSeq // from=-1 asks for everything
+	if q.Get("from") != from.String() {
+		from = q.seq("from", from)
+	}
 	if q.err != nil {
 		return q.err
 	}
@@ -60,7 +63,11 @@ func (s *projectorAPI) watch(w http.ResponseWriter, r *http.Request, id string) 
 	w.Header().Set("Content-Type", "text/event-stream")
 	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(http.StatusOK)
-	text := sseEvent("hello", "", map[string]any{"session": id, "from": from})
+	if r.Method == http.MethodHead {
+		return nil
+	}
+	// The hello has an id: a watcher that is cut off before the first delta resumes behind it.
+	text := sseEvent("hello", from.String(), map[string]any{"session": id, "from": from})
 	for {
 		if err := send(text); err != nil {
 			return nil // the watcher is gone

@@ -33,7 +33,7 @@ func (r *Reader) surfaceAt(ctx context.Context, session string, seq events.Seq) 
 		return nil, 0, notThere(session, seq)
 	}
 	err = r.log.ReadToEnd(ctx, session, 0, func(c *events.Commit) error {
-		err := deltasOf(s, c, r.log.Vocabulary(), events.NoSeq, seq, nil)
+		err := deltasOf(ctx, r.log, s, c, events.NoSeq, seq, nil)
 		if err == nil && c.StreamSeq >= at.StreamSeq {
 			err = errReached
 		}
@@ -63,37 +63,38 @@ func (r *Reader) At(ctx context.Context, session string, seq events.Seq) (*View,
 	if at == nil {
 		return nil, notThere(session, seq)
 	}
-	snap, _, err := r.buckets.Snapshots.Load(ctx, session, surface.KeepBodies)
+	snap, _, err := r.buckets.Snapshots.Load(ctx, session, surface.KeepFingerprints)
 	if err != nil && !damaged(err) {
 		return nil, err
 	}
-	useful := snap != nil && snap.Last() <= seq
-	if snap != nil && !useful {
-		if useful, err = r.onlyAppended(ctx, snap, at, seq); err != nil {
-			return nil, err
-		}
+	useful, err := r.useful(ctx, snap, at, seq)
+	if err != nil {
+		return nil, err
 	}
 	if useful {
-		if snap, _, err = r.buckets.Snapshots.Full(ctx, session); err != nil {
+		last := snap.Last()
+		snap, _, err = r.buckets.Snapshots.Full(ctx, session)
+		if err != nil && !damaged(err) {
 			return nil, err
 		}
-		// The head may have moved on meanwhile, and something may have been replaced.
-		if useful = snap.Last() <= seq; !useful {
-			if useful, err = r.onlyAppended(ctx, snap, at, seq); err != nil {
+		if snap == nil || snap.Last() != last { // it moved on, and something may have been replaced
+			if useful, err = r.useful(ctx, snap, at, seq); err != nil {
 				return nil, err
 			}
-			snap.Surface.Truncate(seq)
-			snap.Next = min(snap.Next, seq+1)
 		}
 	}
-	if !useful {
+	switch {
+	case !useful:
 		snap = snapshot.New(session, h.Format, surface.KeepBodies)
+	case snap.Last() > seq:
+		snap.Surface.Truncate(seq)
+		snap.Next = seq + 1
 	}
 	if snap.Last() < seq {
 		err = r.log.ReadToEnd(ctx, session, snap.StreamSeq, func(c *events.Commit) error {
 			part := *c
 			part.Body, part.Last = bodyUpTo(c, seq)
-			if err := snap.Fold(&part, r.log.Vocabulary(), nil); err != nil {
+			if err := known(ctx, r.log, func(v *events.Vocabulary) error { return snap.Fold(&part, v, nil) }); err != nil {
 				return err
 			}
 			if part.Last >= seq {
@@ -121,6 +122,14 @@ func bodyUpTo(c *events.Commit, seq events.Seq) ([]byte, events.Seq) {
 	return c.Body[:n], seq
 }
 
+// useful reports whether the surface as of a seq can be made from a snapshot, which may be nil.
+func (r *Reader) useful(ctx context.Context, snap *snapshot.Snapshot, at *events.Commit, seq events.Seq) (bool, error) {
+	if snap == nil || snap.Last() <= seq {
+		return snap != nil, nil
+	}
+	return r.onlyAppended(ctx, snap, at, seq)
+}
+
 // onlyAppended reports whether nothing was replaced behind a seq, up to the snapshot's, so that
 // the surface then is the surface now without its latest nodes. It gives up when reading
 // about that would take longer than folding the log from its start.
@@ -139,7 +148,8 @@ func (r *Reader) onlyAppended(ctx context.Context, snap *snapshot.Snapshot, at *
 		for line, rest := []byte(nil), c.Body; len(rest) > 0; {
 			line, rest = events.CutLine(rest)
 			var e events.Event
-			if err := events.ParseCanonical(&e, line, c.Format, r.log.Vocabulary()); err != nil {
+			err := known(ctx, r.log, func(v *events.Vocabulary) error { return events.ParseCanonical(&e, line, c.Format, v) })
+			if err != nil {
 				return err
 			}
 			if e.Seq > seq && e.Op.Kind == events.OpReplace {

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"math"
 	"sync/atomic"
 	"time"
 
@@ -389,10 +388,28 @@ func (p *partition) foldInto(ctx context.Context, e *entry, c *events.Commit) er
 	return err
 }
 
-// mend folds a session's log anew, from its first commit to its end.
+// mend folds a session's log anew, from its first commit to where it ends now.
 func (p *partition) mend(ctx context.Context, e *entry) error {
 	e.snap, e.mending = nil, true
-	return p.heal(ctx, e, math.MaxUint64)
+	upTo, err := endOf(ctx, p.w.log, e.session)
+	if err != nil {
+		return err
+	}
+	return p.heal(ctx, e, upTo)
+}
+
+// endOf is the stream sequence of the last message of a session's log, 0 when there is none.
+// Whoever reads up to there comes to an end, however fast others append.
+func endOf(ctx context.Context, j *journal.Journal, session string) (uint64, error) {
+	last, err := j.LeaderLast(ctx, session)
+	var bad *journal.MalformedError
+	switch {
+	case errors.As(err, &bad):
+		return bad.StreamSeq, nil
+	case err != nil || last == nil:
+		return 0, err
+	}
+	return last.StreamSeq, nil
 }
 
 func (p *partition) foldOrHeal(ctx context.Context, e *entry, c *events.Commit) error {
@@ -434,7 +451,13 @@ func (p *partition) heal(ctx context.Context, e *entry, upTo uint64) error {
 		if c.First != e.snap.Next {
 			return notNext(c, e.snap.Next)
 		}
-		return p.foldOne(ctx, e, c)
+		if err := p.foldOne(ctx, e, c); err != nil {
+			return err
+		}
+		if c.StreamSeq == upTo {
+			return stop
+		}
+		return nil
 	})
 	if err == stop {
 		return nil

@@ -117,14 +117,39 @@ func notProjected(session string, want, have events.Seq) error {
 		Detail: fmt.Sprintf("the projection is at seq %d, not yet at %d; try again, or ask with fresh=true", have, want)}
 }
 
-// freshen folds what the log's leader holds behind a full snapshot.
+// freshen folds what the log's leader holds now behind a full snapshot.
 func (r *Reader) freshen(ctx context.Context, snap *snapshot.Snapshot) error {
-	return r.log.ReadToEnd(ctx, snap.ID, snap.StreamSeq, func(c *events.Commit) error {
+	return r.readToNow(ctx, snap.ID, snap.StreamSeq, func(c *events.Commit) error {
 		if c.First != snap.Next {
 			return &events.Error{Code: events.CodeCorrupt, Session: snap.ID, Seq: &c.First, Detail: fmt.Sprintf("stream sequence %d: expected a commit from seq %d on, found one from %d", c.StreamSeq, snap.Next, c.First)}
 		}
 		return known(ctx, r.log, func(v *events.Vocabulary) error { return snap.Fold(c, v, nil) })
 	})
+}
+
+// readToNow calls f for the session's commits behind a stream sequence, up to where its log ends
+// when it is called.
+func (r *Reader) readToNow(ctx context.Context, session string, after uint64, f func(*events.Commit) error) error {
+	end, err := endOf(ctx, r.log, session)
+	if err != nil || end <= after {
+		return err
+	}
+	stop := errors.New("stop")
+	err = r.log.ReadToEnd(ctx, session, after, func(c *events.Commit) error {
+		if c.StreamSeq <= end {
+			if err := f(c); err != nil {
+				return err
+			}
+		}
+		if c.StreamSeq >= end {
+			return stop
+		}
+		return nil
+	})
+	if err == stop {
+		return nil
+	}
+	return err
 }
 
 // await returns once the session's head holds seq: not-yet-projected when the time is over,
@@ -244,7 +269,7 @@ func (r *Reader) Export(ctx context.Context, session string, w io.Writer) error 
 	}
 	return sessionfile.Write(w, h, func(yield func([]byte, error) bool) {
 		stop := errors.New("stop")
-		err := r.log.ReadToEnd(ctx, session, 0, func(c *events.Commit) error {
+		err := r.readToNow(ctx, session, 0, func(c *events.Commit) error {
 			for line, rest := []byte(nil), c.Body; len(rest) > 0; {
 				line, rest = events.CutLine(rest)
 				if !yield(line, nil) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"slices"
 	"sort"
 	"sync"
@@ -12,6 +13,7 @@ import (
 	"github.com/nats-io/nats.go"
 
 	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
 	"palimpsest/internal/surface"
 )
 
@@ -46,8 +48,9 @@ type hub struct {
 	hs      *Hubs
 	session string
 	cancel  context.CancelFunc
-	done    chan struct{}
-	watches int // guarded by Hubs.mu
+	ready   chan struct{} // closed when the hub has loaded the session, or has ended
+	done    chan struct{} // closed when its goroutine has returned
+	watches int           // guarded by Hubs.mu
 
 	// surface and streamSeq belong to the hub's goroutine.
 	surface   *surface.State
@@ -120,16 +123,17 @@ func (w *Watch) Next(ctx context.Context) ([]Delta, error) {
 	}
 }
 
-// history reads the next commits of the log, until the hub's memory begins.
+// history reads the next commits of the log, until the hub's memory begins. Where an error ends
+// it, the next call goes on.
 func (w *Watch) history(ctx context.Context) (out []Delta, err error) {
 	w.h.mu.Lock()
 	upTo := w.h.from
 	w.h.mu.Unlock()
 	last := w.from
 	err = w.h.hs.r.log.ReadToEnd(ctx, w.h.session, w.after, func(c *events.Commit) error {
-		err := deltasOf(w.past, c, w.h.hs.r.log.Vocabulary(), w.from, upTo, func(d Delta) error {
+		err := deltasOf(ctx, w.h.hs.r.log, w.past, c, w.from, upTo, func(d Delta) {
 			out = append(out, d)
-			return nil
+			last = d.Seq
 		})
 		if err != nil {
 			return err
@@ -140,14 +144,17 @@ func (w *Watch) history(ctx context.Context) (out []Delta, err error) {
 		}
 		return nil
 	})
-	if err != nil && !errors.Is(err, errReached) {
-		return nil, err
-	}
 	w.from = max(w.from, last)
 	if w.from >= upTo {
 		w.past = nil
 	}
-	return out, nil
+	switch {
+	case errors.Is(err, errReached) || len(out) > 0: // an error comes again
+		return out, nil
+	case err == nil:
+		err = unavailable("watch", fmt.Errorf("the log ends at seq %d, before the head, which is at %d", w.from, upTo))
+	}
+	return nil, err
 }
 
 // errReached ends a reading of the log at the place that was looked for.
@@ -163,26 +170,28 @@ func (hs *Hubs) join(ctx context.Context, session string) (*hub, error) {
 		return nil, err
 	}
 	hs.mu.Lock()
-	defer hs.mu.Unlock()
-	if h := hs.hubs[session]; h != nil {
-		h.watches++
-		return h, nil
+	h := hs.hubs[session]
+	if h == nil {
+		run, cancel := context.WithCancel(context.WithoutCancel(ctx))
+		h = &hub{hs: hs, session: session, cancel: cancel, ready: make(chan struct{}), done: make(chan struct{}),
+			seq: events.NoSeq, from: events.NoSeq, changed: make(chan struct{})}
+		hs.hubs[session] = h
+		go h.run(run, hd.Format)
 	}
-	run, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	h := &hub{hs: hs, session: session, cancel: cancel, done: make(chan struct{}), watches: 1,
-		seq: events.NoSeq, from: events.NoSeq, changed: make(chan struct{})}
-	if err := h.load(ctx, hd.Format); err != nil {
-		cancel()
+	h.watches++
+	hs.mu.Unlock()
+	select {
+	case <-h.ready:
+		h.mu.Lock()
+		err = h.err
+		h.mu.Unlock()
+	case <-ctx.Done():
+		err = context.Cause(ctx)
+	}
+	if err != nil {
+		hs.leave(h)
 		return nil, err
 	}
-	msgs := make(chan *nats.Msg, 256)
-	sub, err := hs.conn.ChanSubscribe(DeltaSubject(session), msgs)
-	if err != nil {
-		cancel()
-		return nil, unavailable("watch", err)
-	}
-	hs.hubs[session] = h
-	go h.run(run, sub, msgs)
 	return h, nil
 }
 
@@ -216,9 +225,23 @@ func (h *hub) load(ctx context.Context, f events.Format) error {
 	return h.heal(ctx)
 }
 
-func (h *hub) run(ctx context.Context, sub *nats.Subscription, msgs <-chan *nats.Msg) {
+func (h *hub) run(ctx context.Context, f events.Format) {
 	defer close(h.done)
-	defer func() { _ = sub.Unsubscribe() }() // fails only when the connection is gone
+	msgs := make(chan *nats.Msg, 256)
+	sub, err := h.hs.conn.ChanSubscribe(DeltaSubject(h.session), msgs) // first, so that nothing is missed
+	if err == nil {
+		defer func() { _ = sub.Unsubscribe() }() // fails only when the connection is gone
+		err = h.load(ctx, f)
+	} else {
+		err = unavailable("watch", err)
+	}
+	if err != nil {
+		h.end(err)
+	}
+	close(h.ready)
+	if err != nil {
+		return
+	}
 	timer := time.NewTimer(silence)
 	defer timer.Stop()
 	for {
@@ -235,8 +258,7 @@ func (h *hub) run(ctx context.Context, sub *nats.Subscription, msgs <-chan *nats
 			return
 		}
 		timer.Reset(silence)
-		var e *events.Error
-		if err != nil && ctx.Err() == nil && errors.As(err, &e) && e.Code != events.CodeUnavailable {
+		if err != nil && ctx.Err() == nil && !temporary(err) {
 			h.end(err) // the log holds what cannot be folded
 			return
 		}
@@ -271,10 +293,9 @@ func (h *hub) heal(ctx context.Context) error {
 	err := h.hs.r.log.ReadToEnd(ctx, h.session, h.streamSeq, func(c *events.Commit) error {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		err := deltasOf(h.surface, c, h.hs.r.log.Vocabulary(), h.seq, events.MaxSeq, func(d Delta) error {
+		err := deltasOf(ctx, h.hs.r.log, h.surface, c, h.seq, events.MaxSeq, func(d Delta) {
 			h.add(d)
 			h.seq = d.Seq
-			return nil
 		})
 		if err != nil {
 			return err
@@ -290,12 +311,13 @@ func (h *hub) heal(ctx context.Context) error {
 }
 
 // deltasOf applies the events of a commit that lie behind one seq and not behind another, and
-// calls f for what each does to the surface.
-func deltasOf(s *surface.State, c *events.Commit, v *events.Vocabulary, behind, upTo events.Seq, f func(Delta) error) error {
+// calls f, when given, for what each does to the surface.
+func deltasOf(ctx context.Context, j *journal.Journal, s *surface.State, c *events.Commit, behind, upTo events.Seq, f func(Delta)) error {
 	for line, rest := []byte(nil), c.Body; len(rest) > 0; {
 		line, rest = events.CutLine(rest)
 		var e events.Event
-		if err := events.ParseCanonical(&e, line, c.Format, v); err != nil {
+		err := known(ctx, j, func(v *events.Vocabulary) error { return events.ParseCanonical(&e, line, c.Format, v) })
+		if err != nil {
 			return err
 		}
 		if e.Seq <= behind {
@@ -310,9 +332,7 @@ func deltasOf(s *surface.State, c *events.Commit, v *events.Vocabulary, behind, 
 		}
 		s.Apply(&ch)
 		if d, ok := deltaOf(&ch); ok && f != nil {
-			if err := f(d); err != nil {
-				return err
-			}
+			f(d)
 		}
 	}
 	return nil
@@ -323,7 +343,8 @@ func (h *hub) add(d Delta) {
 	h.deltas = append(h.deltas, d)
 	if extra := len(h.deltas) - keptDeltas; extra > 0 {
 		h.from = h.deltas[extra-1].Seq
-		h.deltas = append(h.deltas[:0:0], h.deltas[extra:]...)
+		clear(h.deltas[:extra])
+		h.deltas = h.deltas[extra:]
 	}
 }
 
