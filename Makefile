@@ -5,12 +5,13 @@ FUZZTIME ?= 60s
 NATS     ?= nats://127.0.0.1:4222
 PACKAGES ?= ./...
 BENCH    ?= .
+ARGS     ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test race fuzz bench lint verify clean
+.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat soak lint verify clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## Build bin/appender and bin/projector
 	$(GO) build -trimpath -o bin/ ./cmd/appender ./cmd/projector
@@ -46,6 +47,16 @@ fuzz: ## Run every fuzz target for FUZZTIME (60s)
 
 bench: ## Measure the fold and the parser: time and allocations per event
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./internal/session ./internal/events
+
+# With BENCH_JSON=1, JSON is all that comes on stdout.
+bench-append: ## Measure appends beside raw publishes to the same server, in a minute or two (ARGS=--help)
+	@$(GO) run ./bench/append $(ARGS)
+
+bench-append-flat: ## Measure appends to sessions of up to a million events, and memory
+	@$(GO) run ./bench/append --flat $(ARGS)
+
+soak: ## Load real programs, kill the appender again and again, check all (ARGS='-duration 1m')
+	@$(GO) run ./test/soak $(ARGS)
 
 lint: ## Check formatting, go vet, staticcheck
 	@unformatted=$$(gofmt -l .); \

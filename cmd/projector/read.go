@@ -64,6 +64,7 @@ type viewFlags struct {
 	MinSeq  *int64        `help:"Wait until this seq is projected."`
 	Timeout time.Duration `help:"How long to wait." default:"5s"`
 	Fresh   bool          `help:"Fold what the log holds beyond the projection."`
+	At      *int64        `help:"As of this seq."`
 	JSON    bool          `name:"json" help:"Print what the HTTP API answers."`
 }
 
@@ -75,13 +76,16 @@ func (f *viewFlags) query() url.Values {
 	if f.Fresh {
 		q.Set("fresh", "true")
 	}
+	if f.At != nil {
+		q.Set("at", fmt.Sprint(*f.At))
+	}
 	return q
 }
 
 // run prints an answer of the read API: as it is, or for people.
-func (f *viewFlags) run(ctx context.Context, tail string, people func([]byte) error) error {
+func (f *viewFlags) run(ctx context.Context, tail string, q url.Values, people func([]byte) error) error {
 	return f.with(ctx, func(s *store) error {
-		b, err := s.get(ctx, sessionPath(f.Session, tail), f.query())
+		b, err := s.get(ctx, sessionPath(f.Session, tail), q)
 		if err != nil {
 			return err
 		}
@@ -93,14 +97,27 @@ func (f *viewFlags) run(ctx context.Context, tail string, people func([]byte) er
 	})
 }
 
-type messagesCmd struct{ viewFlags }
+type messagesCmd struct {
+	viewFlags
+	Format string `help:"As a provider's API takes them: openai or anthropic, which print JSON." enum:"json,openai,anthropic" default:"json"`
+}
 
 func (c *messagesCmd) Run(ctx context.Context) error {
-	return c.run(ctx, "/messages", func(b []byte) error {
+	q := c.query()
+	if c.Format != "json" {
+		c.JSON = true
+		q.Set("format", c.Format)
+	}
+	return c.run(ctx, "/messages", q, func(b []byte) error {
 		var v struct {
 			Seq        events.Seq
 			Generation int64 `json:"replaceGeneration"`
 			Messages   []json.RawMessage
+			Unpaired   []struct {
+				Kind   string
+				CallID string
+				Seq    events.Seq
+			}
 			Quarantine *projection.Quarantine
 		}
 		if err := json.Unmarshal(b, &v); err != nil {
@@ -110,6 +127,9 @@ func (c *messagesCmd) Run(ctx context.Context) error {
 		printQuarantine(v.Quarantine)
 		for i, m := range v.Messages {
 			fmt.Printf("%4d  %s\n", i, describe(m))
+		}
+		for _, u := range v.Unpaired {
+			fmt.Printf("unpaired %s %q at seq %d\n", u.Kind, u.CallID, u.Seq)
 		}
 		return nil
 	})
@@ -177,7 +197,7 @@ func oneLine(s string) string {
 type surfaceCmd struct{ viewFlags }
 
 func (c *surfaceCmd) Run(ctx context.Context) error {
-	return c.run(ctx, "/surface", func(b []byte) error {
+	return c.run(ctx, "/surface", c.query(), func(b []byte) error {
 		var v struct {
 			Seq        events.Seq
 			Generation int64 `json:"replaceGeneration"`

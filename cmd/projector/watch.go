@@ -14,7 +14,7 @@ import (
 type watchCmd struct {
 	storeFlags
 	Session string `arg:"" help:"Session id."`
-	From    *int64 `help:"Show what happened behind this seq too; -1 for everything. Default: from now on."`
+	From    *int64 `help:"Show what happened behind this seq too; --from=-1 for everything. Default: from now on."`
 	JSON    bool   `name:"json" help:"Print one delta a line as JSON."`
 }
 

@@ -164,6 +164,9 @@ func (s *projectorAPI) messages(w http.ResponseWriter, r *http.Request, id strin
 	}
 	b := append(open(v), ',')
 	if f := r.URL.Query().Get("format"); f != "" && f != "json" {
+		if t := provider.Target(f); t != provider.OpenAI && t != provider.Anthropic {
+			return badRequest(fmt.Sprintf("format: expected json, %s or %s, found %q", provider.OpenAI, provider.Anthropic, f))
+		}
 		rendered, err := provider.Render(provider.Target(f), v.Format, list)
 		if err != nil {
 			return err

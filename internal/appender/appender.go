@@ -246,8 +246,11 @@ type Request struct {
 
 	// derive makes the events from the state; no events and no error: nothing is to be done.
 	derive func(context.Context, *actor) ([][]byte, error)
-	// begins is the type of the first event that derive makes, by which a repeated key is known.
+	// A request that is repeated with its key is known by what its events are: begins is the
+	// type of the first, and same, when given, judges the one at offset sameAt.
 	begins string
+	sameAt events.Seq
+	same   func(*events.Event, events.Format) bool
 	// takesFence lets the request through whoever the session's writer is, and however large
 	// the session: it closes or takes over.
 	takesFence bool

@@ -1,6 +1,7 @@
 package appender
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -47,7 +48,10 @@ func (a *Appender) Compact(ctx context.Context, r CompactRequest) (*Receipt, err
 		return nil, err
 	}
 	id := nuid.Next()
-	return a.Append(ctx, Request{Session: r.Session, Key: r.Key, Expected: r.Expected, Epoch: r.Epoch, Actor: r.Actor, Trace: r.Trace, begins: "compaction/start",
+	return a.Append(ctx, Request{Session: r.Session, Key: r.Key, Expected: r.Expected, Epoch: r.Epoch, Actor: r.Actor, Trace: r.Trace, begins: "compaction/start", sameAt: 2,
+		same: func(e *events.Event, _ events.Format) bool {
+			return e.Op == events.Op{Kind: events.OpReplace, Start: r.Start, End: r.End} && bytes.Equal(events.Get(e.Data(), "content"), content)
+		},
 		derive: func(ctx context.Context, s *actor) ([][]byte, error) { return s.compaction(ctx, r, id, content) }})
 }
 
@@ -228,6 +232,10 @@ func (a *Appender) Prune(ctx context.Context, r PruneRequest) (*Receipt, error) 
 		}
 	}
 	return a.Append(ctx, Request{Session: r.Session, Key: r.Key, Expected: r.Expected, Epoch: r.Epoch, Actor: r.Actor, Trace: r.Trace, begins: events.TypeTool,
+		same: func(e *events.Event, f events.Format) bool {
+			return e.Op == events.Op{Kind: events.OpReplace, Start: r.Seq, End: r.Seq} &&
+				(content == nil || bytes.Equal(e.RewritableContent(f), content))
+		},
 		derive: func(ctx context.Context, s *actor) ([][]byte, error) { return s.prune(ctx, r, content) }})
 }
 

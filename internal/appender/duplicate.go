@@ -166,7 +166,16 @@ func (s *actor) recogniseDerived(ctx context.Context, w *work, k keyed) (*Receip
 	if c == nil || e == nil {
 		return nil, s.lostLog()
 	}
-	if e.Type != w.begins || w.begins == events.TypeTool && e.Op.Kind != events.OpReplace {
+	same := e.Type == w.begins
+	if same && w.same != nil {
+		if w.sameAt > 0 {
+			if e, _, err = s.a.readEvent(ctx, s.id, k.first+w.sameAt, s.state.Format); err != nil {
+				return nil, err
+			}
+		}
+		same = e != nil && w.same(e, s.state.Format)
+	}
+	if !same {
 		return nil, s.keyReused(w, k.first, k.last)
 	}
 	return &Receipt{Session: s.id, FirstSeq: k.first, LastSeq: k.last, Commit: c.ID, Duplicate: true, Digest: c.Digest.String()}, nil

@@ -88,6 +88,9 @@ func (h *Headers) get(ctx context.Context, key string) (jetstream.KeyValueEntry,
 // Create stores a header unless the session has one. The header that is stored then comes
 // back, with whether it was created now.
 func (h *Headers) Create(ctx context.Context, hd *events.Header) (stored *events.Header, created bool, err error) {
+	// A request that was lost with its connection is never answered: do not wait for all of ctx.
+	ctx, cancel := context.WithTimeout(ctx, h.j.cfg.ReadTimeout)
+	defer cancel()
 	token := events.Token(hd.ID)
 	if hd.ParentSession != "" { // before the header: an index entry without one is skipped
 		if _, err := h.kv.Put(ctx, childKey(hd), nil); err != nil {

@@ -123,11 +123,11 @@ func (w *Watch) Next(ctx context.Context) ([]Delta, error) {
 	}
 }
 
-// history reads the next commits of the log, until the hub's memory begins. Where an error ends
-// it, the next call goes on.
+// history reads the next commits of the log, as far as the hub is: where its memory begins, a
+// watcher would fall out of it at once. Where an error ends it, the next call goes on.
 func (w *Watch) history(ctx context.Context) (out []Delta, err error) {
 	w.h.mu.Lock()
-	upTo := w.h.from
+	upTo := w.h.seq
 	w.h.mu.Unlock()
 	last := w.from
 	err = w.h.hs.r.log.ReadToEnd(ctx, w.h.session, w.after, func(c *events.Commit) error {
@@ -288,9 +288,9 @@ func (h *hub) take(m *deltaMessage) bool {
 	return true
 }
 
-// heal reads what the log holds behind what the hub has.
+// heal reads what the log holds now behind what the hub has.
 func (h *hub) heal(ctx context.Context) error {
-	err := h.hs.r.log.ReadToEnd(ctx, h.session, h.streamSeq, func(c *events.Commit) error {
+	err := h.hs.r.readToNow(ctx, h.session, h.streamSeq, func(c *events.Commit) error {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		err := deltasOf(ctx, h.hs.r.log, h.surface, c, h.seq, events.MaxSeq, func(d Delta) {

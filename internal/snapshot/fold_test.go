@@ -197,6 +197,17 @@ func checkCuts(t fataler, h *snapshot.Head, index []*snapshot.IndexPage, want []
 	if len(h.Pages) >= snapshot.IndexEntries {
 		t.Fatalf("the open index has %d entries", len(h.Pages))
 	}
+	runs := 0
+	for _, e := range h.Pages {
+		for i, seq := range e.Seqs {
+			if i == 0 || seq != e.Seqs[i-1]+1 {
+				runs++
+			}
+		}
+	}
+	if runs >= 2*snapshot.IndexRuns {
+		t.Fatalf("the open index has %d runs", runs)
+	}
 	entries(h.Pages)
 	bounds = append(bounds, len(seqs))
 	size := 0
@@ -312,7 +323,7 @@ func TestCutsFollowFromTheLogAlone(t *testing.T) {
 	})
 }
 
-// wide is a session with two sealed index pages, as it was at several points.
+// wide is a session with sealed index pages, as it was at several points.
 type wide struct {
 	pages bucket
 	at    []point
@@ -324,39 +335,59 @@ type point struct {
 	author author
 }
 
-// buildWide folds nodes of which each fills a page: two of 33 KiB do not fit into one.
-var buildWide = sync.OnceValue(func() *wide {
+// build folds commits with one node each, which is their last event, and flushes at some points.
+func build(commits int, write func(i int) (raws []string, kind, call string), flushed func(i int) bool) *wide {
 	t := panicker{}
 	w := &wide{pages: bucket{}}
 	a := author{book: newBook(sessionID)}
 	s := snapshot.New(sessionID, events.Format3, surface.KeepBodies)
-	long := strings.Repeat("x", 33<<10)
 	var keys map[string]bool
-	for i := range 600 {
-		raw, kind, call := user(opAppend, "", long), "user", ""
-		if i%7 == 3 {
-			kind, call = "tool", "c"
-			raw = tool(opAppend, "", call, long)
+	for i := range commits {
+		raws, kind, call := write(i)
+		w.pages.fold(t, s, a.commit(t, 1, raws...))
+		a.nodes = append(a.nodes, modelNode{a.next - 1, kind, call})
+		if !flushed(i) {
+			continue
 		}
-		a.nodes = append(a.nodes, modelNode{a.next, kind, call})
-		w.pages.fold(t, s, a.commit(t, 1, raw))
-		if i%40 == 39 || i > 250 && i < 260 || i > 508 && i < 516 {
-			f, err := s.Flush()
-			if err != nil {
-				panic(err)
-			}
-			before := keys
-			w.pages[f.Head.Key] = f.Head.Value
-			for _, p := range f.Pages {
-				w.pages[p.Key] = p.Value
-			}
-			keys = refers(w.pages.head(t))
-			w.pages.take(t, f, before, keys)
-			at := author{book: &book{session: sessionID, format: events.Format3, next: a.next, at: a.at, digest: a.digest, chain: a.chain}, nodes: slices.Clone(a.nodes)}
-			w.at = append(w.at, point{f.Head.Value, slices.Collect(maps.Keys(keys)), at})
+		f, err := s.Flush()
+		if err != nil {
+			panic(err)
 		}
+		before := keys
+		w.pages[f.Head.Key] = f.Head.Value
+		for _, p := range f.Pages {
+			w.pages[p.Key] = p.Value
+		}
+		keys = refers(w.pages.head(t))
+		w.pages.take(t, f, before, keys)
+		at := author{book: &book{session: sessionID, format: events.Format3, next: a.next, at: a.at, digest: a.digest, chain: a.chain}, nodes: slices.Clone(a.nodes)}
+		w.at = append(w.at, point{f.Head.Value, slices.Collect(maps.Keys(keys)), at})
 	}
 	return w
+}
+
+// writeWide makes nodes of which each fills a page: two of 33 KiB do not fit into one.
+func writeWide(i int) (raws []string, kind, call string) {
+	if i%7 == 3 {
+		return []string{tool(opAppend, "", "c", long)}, "tool", "c"
+	}
+	return []string{user(opAppend, "", long)}, "user", ""
+}
+
+var long = strings.Repeat("x", 33<<10)
+
+// buildWide makes index pages of 256 entries.
+var buildWide = sync.OnceValue(func() *wide {
+	return build(600, writeWide, func(i int) bool { return i%40 == 39 || i > 250 && i < 260 || i > 508 && i < 516 })
+})
+
+// buildSparse makes index pages of few entries, each of a page of many nodes between which
+// other events lie.
+var buildSparse = sync.OnceValue(func() *wide {
+	text := strings.Repeat("y", 300)
+	return build(2400, func(i int) ([]string, string, string) {
+		return []string{`{"type":"goal/change","data":1}`, user(opAppend, "", text)}, "user", ""
+	}, func(i int) bool { return i%150 == 149 })
 })
 
 type panicker struct{}
@@ -370,6 +401,9 @@ func TestIndexPagesFollowFromTheLogAlone(t *testing.T) {
 	t.Parallel()
 	rapid.Check(t, func(r *rapid.T) {
 		w := buildWide()
+		if rapid.Bool().Draw(r, "sparse") {
+			w = buildSparse()
+		}
 		p := w.at[rapid.IntRange(0, len(w.at)-1).Draw(r, "start")]
 		a := p.author
 		b := *a.book
@@ -389,19 +423,15 @@ func TestIndexPagesFollowFromTheLogAlone(t *testing.T) {
 	})
 }
 
-// The start of the test before this one is itself what a fold without any flush makes.
+// The starts of the test before this one are themselves what a fold without any flush makes.
 func TestSealedIndexPagesAreThoseOfAFreshFold(t *testing.T) {
 	t.Parallel()
 	w := buildWide()
 	a := newBook(sessionID)
 	s := snapshot.New(sessionID, events.Format3, surface.KeepBodies)
-	long := strings.Repeat("x", 33<<10)
 	for i := range 600 {
-		raw := user(opAppend, "", long)
-		if i%7 == 3 {
-			raw = tool(opAppend, "", "c", long)
-		}
-		if err := s.Fold(a.commit(t, 1, raw), vocabulary, nil); err != nil {
+		raws, _, _ := writeWide(i)
+		if err := s.Fold(a.commit(t, 1, raws...), vocabulary, nil); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -416,5 +446,8 @@ func TestSealedIndexPagesAreThoseOfAFreshFold(t *testing.T) {
 	}
 	if h, index := want.head(t); len(index) != 2 || len(h.Pages) < 80 {
 		t.Errorf("%d index pages and %d open entries", len(index), len(h.Pages))
+	}
+	if _, index := buildSparse().pages.head(t); len(index) < 2 || len(index[0].Pages) > 20 {
+		t.Errorf("a sparse session has %d index pages, the first of %d entries", len(index), len(index[0].Pages))
 	}
 }

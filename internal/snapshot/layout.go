@@ -399,13 +399,17 @@ func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) 
 			case e.Bytes < 0:
 				return nil, 0, bad("page %d: bytes: expected a size, found %d", e.N, e.Bytes)
 			}
-			for _, seq := range e.Seqs {
+			runs := 0
+			for i, seq := range e.Seqs {
+				if i == 0 || seq != e.Seqs[i-1]+1 {
+					runs++
+				}
 				if seq < 0 || seq > h.Seq {
 					return nil, 0, bad("page %d: node %d: expected a seq from 0 to the head's, %d", e.N, seq, h.Seq)
 				}
 				nodes = append(nodes, surface.Node{Seq: seq})
 			}
-			pages = append(pages, page{n: e.N, count: e.Count, bytes: e.Bytes, written: true})
+			pages = append(pages, page{n: e.N, count: e.Count, runs: runs, bytes: e.Bytes, written: true})
 			count += e.Count
 		}
 		return pages, count, nil

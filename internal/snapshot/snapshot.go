@@ -16,14 +16,19 @@ const (
 	// PageTarget is the size at which a page is sealed: bytes of its events' data. An event
 	// of that size or more gets a page of its own.
 	PageTarget = 64 << 10
-	// IndexEntries is how many entries of the open index are sealed as one index page.
+	// IndexEntries is how many entries of the open index are sealed as one index page, at most.
 	IndexEntries = 256
+	// IndexRuns is how many runs of seqs the entries of the open index have at most: where
+	// events off the surface lie between the nodes, most nodes are a run of their own, and
+	// the head would carry the seqs of many pages.
+	IndexRuns = 1024
 )
 
 // page is one sealed page: a run of consecutive nodes.
 type page struct {
 	n       int64 // its number, never used twice in a session
 	count   int   // nodes
+	runs    int   // of seqs that follow each other
 	bytes   int64 // of the nodes' data
 	written bool  // the bucket has it
 }
@@ -247,12 +252,31 @@ func (s *Snapshot) recutTail(from int) {
 
 // seal makes a page of the first count nodes of the tail.
 func (s *Snapshot) seal(count int, bytes int64) {
-	s.open = append(s.open, page{n: s.number(), count: count, bytes: bytes})
+	s.open = append(s.open, page{n: s.number(), count: count, runs: s.runs(s.tailAt, s.tailAt+count), bytes: bytes})
 	s.tailAt += count
-	if len(s.open) == IndexEntries {
-		s.groups = append(s.groups, s.newGroup(s.open))
-		s.open = nil
+	s.sealIndex()
+}
+
+// sealIndex makes index pages of the open index as long as it is full.
+func (s *Snapshot) sealIndex() {
+	for n, runs := 0, 0; n < len(s.open); {
+		runs += s.open[n].runs
+		if n++; n == IndexEntries || runs >= IndexRuns {
+			s.groups = append(s.groups, s.newGroup(s.open[:n]))
+			s.open = append([]page(nil), s.open[n:]...)
+			n, runs = 0, 0
+		}
 	}
+}
+
+// runs counts the runs of seqs that follow each other in the nodes of [from, to).
+func (s *Snapshot) runs(from, to int) (n int) {
+	for i := from; i < to; i++ {
+		if i == from || s.Surface.Node(i).Seq != s.Surface.Node(i-1).Seq+1 {
+			n++
+		}
+	}
+	return n
 }
 
 func (s *Snapshot) number() int64 {
@@ -290,17 +314,18 @@ func (s *Snapshot) recut(pos, removed int) {
 	if g2 == len(s.groups) { // reaches into the open index: the groups before g1 stay
 		s.dropGroups(g1, len(s.groups))
 		s.groups = s.groups[:g1]
-		s.open = nil
-		for len(pages) >= IndexEntries {
-			s.groups = append(s.groups, s.newGroup(pages[:IndexEntries]))
-			pages = pages[IndexEntries:]
-		}
-		s.open = append(s.open, pages...)
+		s.open = pages
+		s.sealIndex()
 		return
 	}
 	s.dropGroups(g1, g2+1)
+	runs := 0
+	for _, p := range pages {
+		runs += p.runs
+	}
+	k := max((len(pages)+IndexEntries-1)/IndexEntries, min(len(pages), (runs+IndexRuns-1)/IndexRuns))
 	var mid []group
-	for k := (len(pages) + IndexEntries - 1) / IndexEntries; k > 0; k-- { // evenly, so that the next ones fit in
+	for ; k > 0; k-- { // evenly, so that the next ones fit in
 		n := (len(pages) + k - 1) / k
 		mid = append(mid, s.newGroup(pages[:n]))
 		pages = pages[n:]
@@ -321,12 +346,12 @@ func (s *Snapshot) split(from, to int) []page {
 	for i := from; i < to; i++ {
 		n := int64(s.Surface.Node(i).Size)
 		if i > start && (size+n > PageTarget || size >= target) {
-			out = append(out, page{n: s.number(), count: i - start, bytes: size})
+			out = append(out, page{n: s.number(), count: i - start, runs: s.runs(start, i), bytes: size})
 			start, size = i, 0
 		}
 		size += n
 	}
-	return append(out, page{n: s.number(), count: to - start, bytes: size})
+	return append(out, page{n: s.number(), count: to - start, runs: s.runs(start, to), bytes: size})
 }
 
 // dropFrom forgets all pages from page p of group g on.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
 
@@ -18,6 +19,9 @@ var ErrMoved = errors.New("snapshot: another owner wrote the head")
 
 // errNoValue is the absence of a key.
 var errNoValue = errors.New("snapshot: no such key")
+
+// readTimeout bounds one read of the bucket.
+const readTimeout = 5 * time.Second
 
 // tornReads is how often a reader starts over because a page went away under it.
 const tornReads = 8
@@ -41,6 +45,9 @@ func Open(ctx context.Context, js jetstream.JetStream, replicas int) (*Store, er
 func (s *Store) KV() jetstream.KeyValue { return s.kv }
 
 func (s *Store) get(ctx context.Context, key string) ([]byte, uint64, error) {
+	// A request that was lost with its connection is never answered: do not wait for all of ctx.
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
 	e, err := s.kv.Get(ctx, key)
 	switch {
 	case errors.Is(err, jetstream.ErrKeyNotFound):
