@@ -414,14 +414,23 @@ func TestCompactionWhoseAnswerIsLostIsMadeOnce(t *testing.T) {
 	s := fresh(dial(t, faults), "compacted-once")
 	mustAppend(t, s, note("a"), note("b"), note("c"))
 	faults.expect(resetAfter)
-	_, err := s.Compact(within(t), client.Compaction{Start: 0, End: 1, Summary: "s"})
-	if !errors.Is(err, client.ErrOutcomeUnknown) || !errors.Is(err, &client.Error{Rule: "replace-endpoint-not-on-surface"}) {
-		t.Errorf("got %v", err)
+	if r, err := s.Compact(within(t), client.Compaction{Start: 0, End: 1, Summary: "s"}); err != nil || !r.Duplicate || r.FirstSeq != 3 {
+		t.Errorf("got %+v, %v", r, err)
 	}
 	if got := nodes(t, s); !slices.Equal(got, []client.Seq{5, 2}) {
 		t.Errorf("nodes %v", got)
 	}
-	if _, err := s.Compact(within(t), client.Compaction{Start: 5, End: 2, Summary: "s"}, client.IdempotencyKey("k")); !errors.Is(err, client.ErrBadRequest) {
+	// With an expected seq it is not known again.
+	faults.expect(resetAfter)
+	_, err := s.Compact(within(t), client.Compaction{Start: 5, End: 2, Summary: "t"}, client.ExpectedSeq(7))
+	if !errors.Is(err, client.ErrOutcomeUnknown) || !errors.Is(err, client.ErrSeqConflict) {
+		t.Errorf("got %v", err)
+	}
+	// Other arguments under a key that was used are no repetition.
+	if _, err := s.Compact(within(t), client.Compaction{Start: 9, End: 9, Summary: "u"}, client.IdempotencyKey("k")); err != nil {
+		t.Error(err)
+	}
+	if _, err := s.Compact(within(t), client.Compaction{Start: 13, End: 13, Summary: "v"}, client.IdempotencyKey("k")); !errors.Is(err, client.ErrKeyReused) {
 		t.Errorf("got %v", err)
 	}
 }

@@ -132,10 +132,7 @@ func (s *Session) Append(ctx context.Context, events []Event, opts ...AppendOpti
 		return nil, err
 	}
 	o := readOptions(opts)
-	if o.key == nil && o.expected == nil {
-		key := rand.Text()
-		o.key = &key
-	}
+	o.nameIt()
 	r, err := s.post("/events", body, o)
 	if err != nil {
 		return nil, err
@@ -403,11 +400,12 @@ type Compaction struct {
 }
 
 // Compact replaces a range of the surface by a summary, in one commit with the compaction's
-// own events. The log keeps what was replaced. Takes ExpectedSeq and Epoch.
+// own events. The log keeps what was replaced. Takes ExpectedSeq, IdempotencyKey and Epoch.
 //
-// A range cannot be replaced twice, so repeating is harmless. But the appender does not
-// recognise a repeated compaction: when an answer was lost, a refusal is ErrOutcomeUnknown as
-// well, since the range may be gone because the lost attempt replaced it. Read the surface then.
+// It is safe to lose the answer: without an ExpectedSeq a repeated compaction is known by its
+// key, which is made up when none is given. With one it is not known: when an answer was lost,
+// a refusal is ErrOutcomeUnknown as well, since the range may be gone because the lost attempt
+// replaced it. Read the surface then.
 //
 // Errors: ErrSplitsToolPair, ErrRuleViolation (an endpoint is not on the surface, or the system
 // message is covered), ErrSeqConflict, ErrFenced.
@@ -429,8 +427,8 @@ func (s *Session) Compact(ctx context.Context, c Compaction, opts ...AppendOptio
 
 // Prune replaces the content of the tool result at seq, a node of the surface, and leaves all
 // else of it as it is. content is a text or an array of content blocks, encoded like an
-// event's Data; nil puts a text there that says how many bytes were pruned. Takes ExpectedSeq
-// and Epoch, and is repeated like Compact. Errors: ErrRuleViolation, ErrSeqConflict, ErrFenced.
+// event's Data; nil puts a text there that says how many bytes were pruned. Takes ExpectedSeq,
+// IdempotencyKey and Epoch, and is repeated like Compact. Errors: ErrRuleViolation, ErrSeqConflict, ErrFenced.
 func (s *Session) Prune(ctx context.Context, seq Seq, content any, opts ...AppendOption) (*Receipt, error) {
 	m := map[string]any{"seq": seq}
 	if content != nil {
@@ -439,12 +437,27 @@ func (s *Session) Prune(ctx context.Context, seq Seq, content any, opts ...Appen
 	return s.derived(ctx, "/prune", m, opts)
 }
 
+// nameIt makes up an idempotency key where the caller said nothing by which a repeated request
+// is known.
+func (o *appendOptions) nameIt() {
+	if o.key == nil && o.expected == nil {
+		key := rand.Text()
+		o.key = &key
+	}
+}
+
+// knownBy says that a repeated request is known by its key. With an expected seq it is not: its
+// events are made anew each time, and differ once the first attempt was stored.
+func (r *request) knownBy(o appendOptions) {
+	if o.expected == nil {
+		r.key, r.recognised = *o.key, true
+	}
+}
+
 // derived asks for an append whose events the appender makes.
 func (s *Session) derived(ctx context.Context, call string, members map[string]any, opts []AppendOption) (*Receipt, error) {
 	o := readOptions(opts)
-	if o.key != nil {
-		return nil, bad(s.id, "IdempotencyKey: the appender recognises appends by it, nothing else; give an ExpectedSeq")
-	}
+	o.nameIt()
 	body, err := object(s.id, members)
 	if err != nil {
 		return nil, err
@@ -453,6 +466,7 @@ func (s *Session) derived(ctx context.Context, call string, members map[string]a
 	if err != nil {
 		return nil, err
 	}
+	r.knownBy(o)
 	out := new(Receipt)
 	if _, err := s.c.do(ctx, r, out); err != nil {
 		return nil, err

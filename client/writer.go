@@ -20,16 +20,17 @@ type Writer struct {
 
 // TakeWriter makes the caller the session's writer under a name for people and logs: 1 to 200
 // bytes of UTF-8. Whoever was it before gets ErrFenced from then on. Takes ExpectedSeq, which
-// makes sure that nothing was appended that the caller has not seen.
+// makes sure that nothing was appended that the caller has not seen, and IdempotencyKey.
 //
-// When an answer is lost it is asked for again, which takes a further epoch. With an
-// ExpectedSeq the lost attempt may be what ErrSeqConflict is then due to: the error is
+// It is safe to lose the answer: without an ExpectedSeq a repeated request is known by its key,
+// which is made up when none is given, and gets the epoch that it took. With an ExpectedSeq the lost attempt may be what ErrSeqConflict is then due to: the error is
 // ErrOutcomeUnknown as well.
 func (s *Session) TakeWriter(ctx context.Context, name string, opts ...AppendOption) (*Writer, error) {
 	o := readOptions(opts)
-	if o.key != nil || o.epoch != nil {
-		return nil, bad(s.id, "expected no option but ExpectedSeq")
+	if o.epoch != nil {
+		return nil, bad(s.id, "expected no option but ExpectedSeq and IdempotencyKey")
 	}
+	o.nameIt()
 	body, err := object(s.id, map[string]any{"writer": name})
 	if err != nil {
 		return nil, err
@@ -38,6 +39,7 @@ func (s *Session) TakeWriter(ctx context.Context, name string, opts ...AppendOpt
 	if err != nil {
 		return nil, err
 	}
+	r.knownBy(o)
 	var out taken
 	if _, err := s.c.do(ctx, r, &out); err != nil {
 		return nil, err
