@@ -69,3 +69,11 @@ verify: build ## Check every log and snapshot at NATS (NATS=nats://127.0.0.1:422
 
 clean: ## Remove bin/; data/ stays
 	rm -rf bin
+
+.PHONY: bench-append bench-append-flat
+
+bench-append: ## Measure appends beside raw publishes (BENCH_JSON=1: as JSON; BENCH_DURABILITY=always: synced)
+	$(GO) run ./bench/append
+
+bench-append-flat: ## Measure appends to sessions of up to 1M events, and the memory of 100,000 sessions
+	$(GO) run ./bench/append --flat

@@ -159,7 +159,7 @@ func (r *rig) cases(ctx context.Context) ([]*load, error) {
 	}
 	conns := make([]*nats.Conn, clientConns)
 	for i := range conns {
-		if conns[i], err = r.connect(ctx); err != nil {
+		if conns[i], err = r.connect(); err != nil {
 			return nil, err
 		}
 	}
@@ -276,7 +276,7 @@ func (r *rig) rawPublishes(ctx context.Context) (*load, error) {
 	if err != nil {
 		return nil, err
 	}
-	nc, err := r.connect(ctx)
+	nc, err := r.connect()
 	if err != nil {
 		return nil, err
 	}

@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"io"
 	"runtime"
-	"slices"
+	"text/tabwriter"
 	"time"
 
 	"palimpsest/internal/appender"
@@ -15,7 +15,8 @@ import (
 const (
 	buildBatch  = 1000     // events of an append that makes a session long
 	flatRounds  = 11       // of the medians
-	flatAppends = 200      // to each session in a round
+	flatAppends = 150      // to each session in a round
+	flatBatches = 10       // appends of a batch to each session in a round
 	flatCache   = 64 << 20 // CacheBytes of the appender whose memory is measured
 )
 
@@ -23,11 +24,22 @@ const (
 type span struct {
 	target *target
 	length int
-	rounds []round1
+	laps   []lap
 }
 
-// round1 is what one round found of a session.
-type round1 struct{ p50, p99 time.Duration }
+// lap is what one round found of a session.
+type lap struct {
+	p50, p99 time.Duration // of appends of one event
+	batch    time.Duration // median of an event's part of a batch
+}
+
+func (s *span) of(f func(lap) time.Duration) time.Duration {
+	return time.Duration(median(s.laps, func(l lap) float64 { return float64(f(l)) }))
+}
+
+func (s *span) p50() time.Duration   { return s.of(func(l lap) time.Duration { return l.p50 }) }
+func (s *span) p99() time.Duration   { return s.of(func(l lap) time.Duration { return l.p99 }) }
+func (s *span) batch() time.Duration { return s.of(func(l lap) time.Duration { return l.batch }) }
 
 // flat measures whether an append takes longer the longer its session is, and what many
 // sessions take of memory.
@@ -37,44 +49,36 @@ func (b *bench) flat(ctx context.Context, r *rig) error {
 		return err
 	}
 	first, last := &spans[0], &spans[len(spans)-1]
+	ratio := func(a, b time.Duration) float64 { return float64(a) / float64(b) }
 	if b.JSON {
-		v, base := us(last.p50()), us(first.p50())
-		if err := json.NewEncoder(b.out).Encode(line{"append/flat/1M", round(v, 10), "µs", round(base, 10), round(v/base, 1000)}); err != nil {
+		l := line{"append/flat/1M", round(us(last.p50()), 10), "µs", round(us(first.p50()), 10), round(ratio(last.p50(), first.p50()), 1000)}
+		if err := json.NewEncoder(b.out).Encode(l); err != nil {
 			return err
 		}
-	} else {
-		fmt.Fprintf(b.out, "One append of one event after another, to sessions of four lengths in turn; durability %s; medians of %d rounds of %d appends each.\n\n",
-			b.Durability, flatRounds, flatAppends)
-		fmt.Fprintf(b.out, "%12s %10s %10s %8s\n", "length", "p50", "p99", "ratio")
-		for i := range spans {
-			s := &spans[i]
-			fmt.Fprintf(b.out, "%12d %10s %10s %8.2f\n", s.length, s.p50().Round(100*time.Nanosecond), s.p99().Round(time.Microsecond), float64(s.p50())/float64(first.p50()))
-		}
-		fmt.Fprintf(b.out, "\nappend/flat/1M: the last to the first is %.2f\n", float64(last.p50())/float64(first.p50()))
+		return b.memory(ctx, r, b.progress)
 	}
-	out := b.out
-	if b.JSON {
-		out = b.progress
+	fmt.Fprintf(b.out, "Appends to sessions of four lengths in turn, one at a time; durability %s; medians of %d rounds.\n\n", b.Durability, flatRounds)
+	t := tabwriter.NewWriter(b.out, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintf(t, "length\tone event p50\tp99\tratio\t%d events, an event\tratio\t\n", lines)
+	for i := range spans {
+		s := &spans[i]
+		fmt.Fprintf(t, "%d\t%.1f µs\t%.0f µs\t%.2f\t%.2f µs\t%.2f\t\n", s.length, us(s.p50()), us(s.p99()), ratio(s.p50(), first.p50()), us(s.batch()), ratio(s.batch(), first.batch()))
 	}
-	return b.memory(ctx, r, out)
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	fmt.Fprintf(b.out, "\nappend/flat/1M: the last to the first is %.2f\n", ratio(last.p50(), first.p50()))
+	return b.memory(ctx, r, b.out)
 }
 
 func us(d time.Duration) float64 { return float64(d) / float64(time.Microsecond) }
-
-func (s *span) p50() time.Duration {
-	return time.Duration(median(s.rounds, func(r round1) float64 { return float64(r.p50) }))
-}
-
-func (s *span) p99() time.Duration {
-	return time.Duration(median(s.rounds, func(r round1) float64 { return float64(r.p99) }))
-}
 
 // lengths makes sessions of four lengths and appends to them in turn.
 func (b *bench) lengths(ctx context.Context, r *rig) ([]span, error) {
 	targets := r.newTargets("flat", 4)
 	spans := make([]span, len(targets))
-	for i, n := 0, b.Longest; i < len(spans); i, n = i+1, n/10 {
-		spans[len(spans)-1-i] = span{target: targets[i], length: max(n, 1)}
+	for i, n := len(spans)-1, b.Longest; i >= 0; i, n = i-1, n/10 {
+		spans[i] = span{target: targets[i], length: n}
 	}
 	for i := range spans {
 		s := &spans[i]
@@ -86,28 +90,40 @@ func (b *bench) lengths(ctx context.Context, r *rig) ([]span, error) {
 		}
 	}
 	b.say("appending to them in turn")
-	one := [][]byte{userMessage}
 	for range flatRounds {
 		runtime.GC()
-		times := make([]histogram, len(spans))
-		for i := range flatAppends {
-			for k := range spans { // each comes first as often as the others
-				k = (k + i) % len(spans)
-				start := time.Now()
-				if _, err := appendTo(r.appender, spans[k].target, one)(ctx); err != nil {
-					return nil, err
-				}
-				times[k].add(time.Since(start))
-			}
-			if ctx.Err() != nil {
-				return nil, context.Cause(ctx)
-			}
+		one, err := inTurns(ctx, r, spans, flatAppends, repeat(userMessage, 1))
+		if err != nil {
+			return nil, err
+		}
+		many, err := inTurns(ctx, r, spans, flatBatches, repeat(userMessage, lines))
+		if err != nil {
+			return nil, err
 		}
 		for k := range spans {
-			spans[k].rounds = append(spans[k].rounds, round1{times[k].quantile(0.5), times[k].quantile(0.99)})
+			spans[k].laps = append(spans[k].laps, lap{one[k].quantile(0.5), one[k].quantile(0.99), many[k].quantile(0.5) / lines})
 		}
 	}
 	return spans, nil
+}
+
+// inTurns appends n times to each session and returns how long that took, for each.
+func inTurns(ctx context.Context, r *rig, spans []span, n int, evs [][]byte) ([]histogram, error) {
+	times := make([]histogram, len(spans))
+	for i := range n {
+		for k := range spans { // each comes first as often as the others
+			k = (k + i) % len(spans)
+			start := time.Now()
+			if _, err := appendTo(r.appender, spans[k].target, evs)(ctx); err != nil {
+				return nil, err
+			}
+			times[k].add(time.Since(start))
+		}
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+	}
+	return times, nil
 }
 
 // memory touches many sessions through an appender with a small cache.
@@ -126,15 +142,14 @@ func (b *bench) memory(ctx context.Context, r *rig, out io.Writer) error {
 	}
 	took := time.Since(start)
 	n, counted := a.Sessions()
-	clear(calls)
+	clear(calls) // which hold the appender
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
 	with := heap()
 	if err := a.Close(ctx); err != nil {
 		return err
 	}
-	runtime.KeepAlive(a)
-	a = nil
+	runtime.KeepAlive(a) // up to here
 	without := heap()
 	held := int64(with) - int64(without)
 	const mib = 1 << 20
@@ -144,7 +159,7 @@ Heap in use, MiB: %.1f before; %.1f after; %.1f after a collection; %.1f without
 What is left is the server's, which is in the same process: its subjects, headers and message ids.
 `, len(targets), took.Round(time.Millisecond), flatCache/mib, n, float64(counted)/mib,
 		float64(before)/mib, float64(m.HeapInuse)/mib, float64(with)/mib, float64(without)/mib, float64(held)/mib)
-	if slices.Max([]int{counted, 0}) > flatCache {
+	if counted > flatCache {
 		return fmt.Errorf("the appender counts %d bytes of sessions, at most %d were expected", counted, flatCache)
 	}
 	return nil

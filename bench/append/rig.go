@@ -73,6 +73,11 @@ func newRig(ctx context.Context, d platform.Durability) (r *rig, err error) {
 		return nil, err
 	}
 	r.appender = r.newAppender(appender.Config{})
+	unlisten, err := r.appender.Listen()
+	if err != nil {
+		return nil, err
+	}
+	r.stop = append(r.stop, func(context.Context) error { unlisten(); return nil })
 	services := api.NewAppenderServices(r.conns.Publish[0], r.appender, api.ServiceConfig{})
 	if err := services.Start(ctx); err != nil {
 		return nil, err
@@ -85,7 +90,7 @@ func newRig(ctx context.Context, d platform.Durability) (r *rig, err error) {
 	r.stop = append(r.stop, web.Stop)
 	r.http = strings.TrimPrefix(web.URL(), "http://")
 
-	nc, err := r.connect(ctx)
+	nc, err := r.connect()
 	if err != nil {
 		return nil, err
 	}
@@ -110,7 +115,7 @@ func (r *rig) newAppender(cfg appender.Config) *appender.Appender {
 }
 
 // connect opens a connection as a client would, with nats.go's defaults.
-func (r *rig) connect(context.Context) (*nats.Conn, error) {
+func (r *rig) connect() (*nats.Conn, error) {
 	nc, err := nats.Connect(r.url, nats.Name("bench-client"))
 	if err != nil {
 		return nil, err

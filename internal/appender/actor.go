@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"runtime/debug"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -63,10 +64,22 @@ type actor struct {
 	unborn *events.Header // the header of a session that is not stored yet; nil for others
 }
 
+// begin works on what the queue holds first and leaves the rest to a goroutine.
+func (s *actor) begin() {
+	group := s.a.take(s)
+	s.work(group)
+	if s.isContended() || !s.a.rest(s) {
+		go s.run()
+		return
+	}
+	s.a.running.Done()
+}
+
 // run works until the queue is empty.
 func (s *actor) run() {
 	defer s.a.running.Done()
 	for {
+		s.leaveGap()
 		group := s.a.take(s)
 		if len(group) == 0 {
 			if s.a.rest(s) {
@@ -74,10 +87,30 @@ func (s *actor) run() {
 			}
 			continue
 		}
-		s.do(group)
-		s.a.release(group)
-		s.leaveGap()
+		s.work(group)
 	}
+}
+
+// work carries out a group of work. A panic is a bug: it fails the group, and the state, which
+// cannot be trusted then, is loaded again.
+func (s *actor) work(group []*work) {
+	defer s.a.release(group)
+	defer func() {
+		p := recover()
+		if p == nil {
+			return
+		}
+		s.a.cfg.Logger.Error("panic in an append", "session", s.id, "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+		s.state = nil
+		for _, w := range group {
+			select {
+			case <-w.done:
+			default:
+				w.finish(nil, &events.Error{Code: events.CodeInternal, Session: s.id, Detail: "the appender made a mistake; it is in its log. Whether the events were stored is not known"})
+			}
+		}
+	}()
+	s.do(group)
 }
 
 const (
@@ -93,10 +126,12 @@ const (
 // leaveGap pauses while another appender has asked for a turn on the session. Without it, the
 // one that is nearest to the server would win every round.
 func (s *actor) leaveGap() {
-	if time.Now().UnixNano() < s.contended.Load() {
+	if s.isContended() {
 		time.Sleep(gap/4 + rand.N(3*gap/4))
 	}
 }
+
+func (s *actor) isContended() bool { return time.Now().UnixNano() < s.contended.Load() }
 
 // askForTurn asks other appenders for a gap, and leaves gaps from then on as they do.
 func (s *actor) askForTurn() {

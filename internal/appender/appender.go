@@ -295,10 +295,9 @@ func (a *Appender) Append(ctx context.Context, r Request) (*Receipt, error) {
 	for _, e := range r.Events {
 		w.size += len(e)
 	}
-	if err := a.enqueue(w); err != nil {
+	if err := a.submit(w); err != nil {
 		return nil, err
 	}
-	<-w.done // a publish that was sent is pursued to its end, whether or not the caller waits
 	if w.err != nil {
 		a.stats.Refused.Add(1)
 	}
@@ -382,43 +381,57 @@ func (a *Appender) Status(ctx context.Context, id string) (*Status, error) {
 	}
 	st := &Status{Header: h}
 	w := &work{Request: Request{Session: id}, ctx: ctx, done: make(chan struct{}), inspect: func(s *actor) { st.Summary = s.state.Summary() }}
-	if err := a.enqueue(w); err != nil {
+	if err := a.submit(w); err != nil {
 		return nil, err
 	}
-	<-w.done
 	return st, w.err
 }
 
-// enqueue hands work to the session's actor and starts the actor when it is at rest.
-func (a *Appender) enqueue(w *work) error {
+// submit has work done and returns when it is: a publish that was sent is pursued to its end,
+// whether or not the caller waits. A session at rest is worked by the caller itself, which
+// spares two changes of goroutine; what others hand in meanwhile is not its business.
+func (a *Appender) submit(w *work) error {
+	s, atRest, err := a.enqueue(w)
+	if err != nil {
+		return err
+	}
+	if atRest {
+		s.begin()
+	}
+	<-w.done
+	return nil
+}
+
+// enqueue hands work to the session's actor. atRest says that the caller must make it work.
+func (a *Appender) enqueue(w *work) (s *actor, atRest bool, err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.closed {
-		return &events.Error{Code: events.CodeUnavailable, Session: w.Session, Detail: "the appender is shutting down; send the append to another one"}
+		return nil, false, &events.Error{Code: events.CodeUnavailable, Session: w.Session, Detail: "the appender is shutting down; send the append to another one"}
 	}
-	s := a.sessions[w.Session]
+	s = a.sessions[w.Session]
 	if s == nil {
 		s = &actor{a: a, id: w.Session}
 	}
 	if len(s.queue) >= a.cfg.Queue {
-		return &events.Error{Code: events.CodeOverloaded, Session: w.Session, Detail: fmt.Sprintf("%d appends wait for this session already; try again later", len(s.queue))}
+		return nil, false, &events.Error{Code: events.CodeOverloaded, Session: w.Session, Detail: fmt.Sprintf("%d appends wait for this session already; try again later", len(s.queue))}
 	}
 	if a.pending+w.size > a.cfg.PendingBytes && a.pending > 0 {
-		return &events.Error{Code: events.CodeOverloaded, Session: w.Session, Detail: fmt.Sprintf("%d bytes of appends are waiting already; try again later", a.pending)}
+		return nil, false, &events.Error{Code: events.CodeOverloaded, Session: w.Session, Detail: fmt.Sprintf("%d bytes of appends are waiting already; try again later", a.pending)}
 	}
 	a.sessions[w.Session] = s
 	a.pending += w.size
 	s.queue = append(s.queue, w)
-	if !s.busy {
-		s.busy = true
-		if s.place != nil {
-			a.idle.Remove(s.place)
-			s.place = nil
-		}
-		a.running.Add(1)
-		go s.run()
+	if s.busy {
+		return s, false, nil
 	}
-	return nil
+	s.busy = true
+	if s.place != nil {
+		a.idle.Remove(s.place)
+		s.place = nil
+	}
+	a.running.Add(1)
+	return s, true, nil
 }
 
 // rest puts an actor without work aside and drops those that were not used for longest

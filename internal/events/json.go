@@ -165,9 +165,24 @@ func (s *scanner) array(depth int) error {
 	}
 }
 
+// inString are the bytes that mean something inside a string.
+var inString = func() (t [256]bool) {
+	for c := range 0x20 {
+		t[c] = true
+	}
+	t['"'], t['\\'] = true, true
+	return t
+}()
+
 func (s *scanner) str() error {
 	b := s.b
 	for i := s.i + 1; i < len(b); {
+		for i < len(b) && !inString[b[i]] {
+			i++
+		}
+		if i == len(b) {
+			break
+		}
 		c := b[i]
 		switch {
 		case c == '"':
@@ -176,9 +191,7 @@ func (s *scanner) str() error {
 		case c < 0x20:
 			s.i = i
 			return s.fail("control character 0x%02x inside a string must be written as an escape", c)
-		case c != '\\':
-			i++
-		default:
+		default: // a backslash
 			if i+1 >= len(b) {
 				s.i = len(b)
 				return s.fail("unterminated string")
