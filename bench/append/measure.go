@@ -154,13 +154,13 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// histogram counts durations in buckets that are 3 % wide.
+// histogram counts durations in buckets that are 1 % wide.
 type histogram struct {
 	counts [64 << subBits]uint32
 	n      int
 }
 
-const subBits = 5
+const subBits = 7
 
 // bucket is the position of the highest bit, and the next subBits bits behind it.
 func bucket(d time.Duration) int {
@@ -193,7 +193,7 @@ func (h *histogram) merge(o *histogram) {
 	h.n += o.n
 }
 
-// quantile is the duration that a share q of the calls did not exceed, to 3 %.
+// quantile is the duration that a share q of the calls did not exceed, to 1 %.
 func (h *histogram) quantile(q float64) time.Duration {
 	rank := int(q * float64(h.n))
 	for i, n := range h.counts {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"os"
 	"time"
@@ -40,6 +41,16 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	mode, err := lifecycle.ParseMode(c.Invariants)
 	if err != nil {
 		return err
+	}
+	for name, n := range map[string]int64{
+		"max-event": int64(c.MaxEvent), "max-body": c.MaxBody, "max-commit": int64(c.MaxCommit), "max-header": int64(c.MaxHeader),
+		"max-session-events": c.MaxSessionEvents, "max-session-bytes": c.MaxSessionBytes, "group-events": int64(c.GroupEvents),
+		"group-bytes": int64(c.GroupBytes), "queue": int64(c.Queue), "pending-bytes": int64(c.PendingBytes), "cache-bytes": int64(c.CacheBytes),
+		"key-window": int64(c.KeyWindow), "partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
+	} {
+		if n < 1 {
+			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %d", name, n)}
+		}
 	}
 	var g platform.Group
 	s, err := c.open(ctx, "palimpsest-appender", c.NATSListen, &g)

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"os"
 	"time"
@@ -22,6 +23,14 @@ type serveCmd struct {
 }
 
 func (c *serveCmd) Run(ctx context.Context) error {
+	for name, n := range map[string]int64{
+		"flush-after": int64(c.FlushAfter), "flush-events": int64(c.FlushEvents), "writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes),
+		"partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
+	} {
+		if n < 1 {
+			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %d", name, n)}
+		}
+	}
 	var g platform.Group
 	s, err := c.open(ctx, "palimpsest-projector", &g)
 	if err != nil {

@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"time"
 
 	"palimpsest/internal/appender"
 	"palimpsest/internal/events"
@@ -97,6 +98,9 @@ func overHTTP(op operation, maxBody int64) handler {
 	}
 }
 
+// bodyTime is how long a client may take to send a request body.
+const bodyTime = 60 * time.Second
+
 // readBody reads a request body up to the limit. One that says that it is larger is refused
 // before it is read.
 func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
@@ -107,9 +111,20 @@ func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error
 	if r.ContentLength > most {
 		return nil, tooLarge(fmt.Sprint(r.ContentLength))
 	}
+	// A client that stalls must hold neither a connection for ever nor the program's end up.
+	rc := http.NewResponseController(w)
+	if err := rc.SetReadDeadline(time.Now().Add(bodyTime)); err != nil {
+		return nil, err
+	}
+	defer context.AfterFunc(r.Context(), func() { _ = rc.SetReadDeadline(time.Now()) })() // fails when the connection is gone
 	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
+	if err == nil {
+		err = rc.SetReadDeadline(time.Time{})
+	}
 	var max *http.MaxBytesError
 	switch {
+	case err != nil && r.Context().Err() != nil:
+		return nil, err
 	case errors.As(err, &max):
 		return nil, tooLarge("more")
 	case err != nil:

@@ -92,10 +92,23 @@ func members(body []byte, known ...string) (map[string][]byte, error) {
 			found = found || n == k
 		}
 		if !found {
-			return nil, badRequest(fmt.Sprintf("unknown key %q; expected %s", k, strings.Join(known, ", ")))
+			expected := strings.Join(known, ", ")
+			if expected == "" {
+				expected = "none"
+			}
+			return nil, badRequest(fmt.Sprintf("unknown key %q; expected %s", short(k), expected))
 		}
 	}
 	return m, nil
+}
+
+// short cuts what a caller sent to what an error text may repeat of it.
+func short(s string) string {
+	const most = 100
+	if len(s) <= most {
+		return s
+	}
+	return strings.ToValidUTF8(s[:most], "") + "…"
 }
 
 // stringMember reads a string; "" when it is absent.

@@ -170,7 +170,7 @@ func readQuery(r *http.Request, known ...string) *query {
 			if expected == "" {
 				expected = "none here"
 			}
-			q.err = badRequest(fmt.Sprintf("unknown query parameter %q; expected %s", k, expected))
+			q.err = badRequest(fmt.Sprintf("unknown query parameter %q; expected %s", short(k), expected))
 		} else if len(v[k]) > 1 {
 			q.err = badRequest(fmt.Sprintf("query parameter %q is given twice", k))
 		}
@@ -185,7 +185,7 @@ func (q *query) seq(name string, def events.Seq) events.Seq {
 	}
 	n, ok := events.ParseSeq(q.Get(name))
 	if !ok {
-		q.err = badRequest(fmt.Sprintf("%s: expected an integer from 0 to 2^53-1, found %q", name, q.Get(name)))
+		q.err = badRequest(fmt.Sprintf("%s: expected an integer from 0 to 2^53-1, found %q", name, short(q.Get(name))))
 	}
 	return n
 }

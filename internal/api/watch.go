@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 
 	"palimpsest/internal/events"
@@ -17,6 +18,8 @@ import (
 const (
 	// watchWrite bounds how long one delta may take to reach a watcher.
 	watchWrite = 10 * time.Second
+	// watchPiece is how many bytes of deltas are written at once.
+	watchPiece = 64 << 10
 	// watchBeat is how often a silent watch says that it is alive.
 	watchBeat = 15 * time.Second
 )
@@ -78,10 +81,17 @@ func (s *projectorAPI) watch(w http.ResponseWriter, r *http.Request, id string) 
 		cancel()
 		switch {
 		case err == nil:
-			text = ""
+			var b strings.Builder
 			for _, d := range ds {
-				text += sseEvent("delta", d.Seq.String(), d)
+				if b.Len() > watchPiece { // one commit may hold very many
+					if err := send(b.String()); err != nil {
+						return nil // the watcher is gone
+					}
+					b.Reset()
+				}
+				b.WriteString(sseEvent("delta", d.Seq.String(), d))
 			}
+			text = b.String()
 		case beat:
 			text = ": alive\n\n"
 		default:

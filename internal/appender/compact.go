@@ -58,7 +58,7 @@ func (a *Appender) Compact(ctx context.Context, r CompactRequest) (*Receipt, err
 func checkAllow(session string, allow []string) error {
 	for _, w := range allow {
 		if w != AllowSplit {
-			return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: fmt.Sprintf("allow: expected %q, found %q", AllowSplit, w)}
+			return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: fmt.Sprintf("allow: expected %q, found %q", AllowSplit, clip([]byte(w)))}
 		}
 	}
 	return nil

@@ -202,7 +202,7 @@ func differences(stored, file []byte) string {
 	slices.Sort(names)
 	var out []string
 	for _, name := range names {
-		if !bytes.Equal(there[name], here[name]) {
+		if name != "type" && !bytes.Equal(there[name], here[name]) {
 			out = append(out, fmt.Sprintf("%s is %s there and %s in the file", name, said(there[name]), said(here[name])))
 		}
 	}

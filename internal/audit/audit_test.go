@@ -52,7 +52,7 @@ func TestCleanSessionsHaveNoFindings(t *testing.T) {
 		total += int64(4 + i%4)
 	}
 	heard := 0
-	r := w.all(audit.Options{Wait: 20 * time.Second, Each: func(s *audit.SessionReport) {
+	r := w.all(audit.Options{Wait: 45 * time.Second, Each: func(s *audit.SessionReport) {
 		heard++
 		if s.LastSeq != s.HeadSeq || s.Events != int64(s.LastSeq)+1 || s.Digest == "" || s.Chain == "" || s.Findings == nil {
 			t.Errorf("%+v", s)
@@ -93,7 +93,7 @@ func TestMovingSessionsHaveNoFindings(t *testing.T) {
 			moving = false
 		default:
 		}
-		r, err := w.Some(journaltest.Context(t), []string{"hot"}, audit.Options{Wait: 20 * time.Second})
+		r, err := w.Some(journaltest.Context(t), []string{"hot"}, audit.Options{Wait: 45 * time.Second})
 		if err != nil || !r.OK() || !moving && r.Events != 400 {
 			t.Errorf("%v, %+v", err, r)
 			break
@@ -346,7 +346,7 @@ func TestTamperingIsNamed(t *testing.T) {
 			t.Fatal(name)
 		}
 	}
-	if r := w.all(audit.Options{Wait: 30 * time.Second}); !r.OK() || r.Pages != 5*len(names) {
+	if r := w.all(audit.Options{Wait: 45 * time.Second}); !r.OK() || r.Pages != 5*len(names) {
 		t.Fatalf("before anything was done: %d pages, %v", r.Pages, r.Findings)
 	}
 	w.stop()

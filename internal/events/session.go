@@ -186,7 +186,8 @@ func ParseHeader(raw []byte, id string, now int64) (*Header, error) {
 }
 
 // Matches reports whether a header as a caller gives it means this one: the same members with
-// the same tokens, in any order, where createdAt may be left out.
+// the same tokens, in any order, where createdAt may be left out. The "type":"session" that a
+// session file has in it says nothing.
 func (h *Header) Matches(given []byte) bool {
 	want, err := ParseHeader(given, h.ID, h.CreatedAt)
 	if err != nil {
@@ -194,11 +195,19 @@ func (h *Header) Matches(given []byte) bool {
 	}
 	n, same := 0, true
 	eachMember(want.Raw, func(k, v []byte) bool {
+		if keyIs(k, "type") {
+			return true
+		}
 		n++
 		same = bytes.Equal(get(h.Raw, string(unescape(nil, k))), v)
 		return same
 	})
-	eachMember(h.Raw, func(_, _ []byte) bool { n--; return true })
+	eachMember(h.Raw, func(k, _ []byte) bool {
+		if !keyIs(k, "type") {
+			n--
+		}
+		return true
+	})
 	return same && n == 0
 }
 

@@ -168,3 +168,23 @@ func TestQuoteKeepsLoneSurrogates(t *testing.T) {
 		}
 	}
 }
+
+// A session that was made over HTTP can be imported from its own export, whose header line has
+// a type besides.
+func TestHeaderOfAnExportMatchesTheStoredOne(t *testing.T) {
+	t.Parallel()
+	h, err := events.ParseHeader([]byte(`{"cwd":"/srv"}`), "s", 7)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !h.Matches(h.FileLine()) {
+		t.Errorf("%s does not match %s", h.FileLine(), h.Raw)
+	}
+	imported, err := events.ParseHeader(h.FileLine(), "s", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !imported.Matches(h.Raw) || imported.Matches([]byte(`{"cwd":"/other"}`)) {
+		t.Errorf("%s against %s", imported.Raw, h.Raw)
+	}
+}

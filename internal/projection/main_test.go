@@ -390,7 +390,7 @@ func (w *world) neighbour(session string) string {
 // verify checks every session against a fresh fold, once its head is at the log's end.
 func (w *world) verify() *audit.Report {
 	w.t.Helper()
-	r, err := audit.New(w.log, w.headers, w.buckets).All(journaltest.Context(w.t), audit.Options{Wait: 20 * time.Second})
+	r, err := audit.New(w.log, w.headers, w.buckets).All(journaltest.Context(w.t), audit.Options{Wait: 45 * time.Second})
 	if err != nil {
 		w.t.Fatal(err)
 	}
