@@ -49,7 +49,7 @@ bench: ## Measure the fold and the parser: time and allocations per event
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./internal/session ./internal/events
 
 # With BENCH_JSON=1, JSON is all that comes on stdout.
-bench-append: ## Measure appends beside raw publishes to the same server, in a minute or two (ARGS=--help)
+bench-append: ## Measure appends beside raw publishes to the same server, in two minutes (BENCH_DURABILITY=always: synced; ARGS=--help)
 	@$(GO) run ./bench/append $(ARGS)
 
 bench-append-flat: ## Measure appends to sessions of up to a million events, and memory
@@ -69,11 +69,3 @@ verify: build ## Check every log and snapshot at NATS (NATS=nats://127.0.0.1:422
 
 clean: ## Remove bin/; data/ stays
 	rm -rf bin
-
-.PHONY: bench-append bench-append-flat
-
-bench-append: ## Measure appends beside raw publishes (BENCH_JSON=1: as JSON; BENCH_DURABILITY=always: synced)
-	$(GO) run ./bench/append
-
-bench-append-flat: ## Measure appends to sessions of up to 1M events, and the memory of 100,000 sessions
-	$(GO) run ./bench/append --flat
