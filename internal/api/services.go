@@ -25,7 +25,7 @@ type ServiceConfig struct {
 	Version string
 	// Parallel is how many appends are worked on at the same time, and how many of them are
 	// endpoints of that name there are; the others wait in the client's buffers. Defaults to
-	// 32. Of every other operation there are 2.
+	// 64. Of every other operation there are 2.
 	Parallel int
 	// Logger hears of failed requests. Defaults to slog.Default().
 	Logger *slog.Logger
@@ -54,7 +54,7 @@ func NewAppenderServices(conn *nats.Conn, a *appender.Appender, cfg ServiceConfi
 		cfg.Version = "0.1.0"
 	}
 	if cfg.Parallel == 0 {
-		cfg.Parallel = 32
+		cfg.Parallel = 64
 	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.Default()

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"runtime"
 	"runtime/debug"
 	"slices"
 	"sync/atomic"
@@ -88,6 +89,9 @@ func (s *actor) run() {
 			continue
 		}
 		s.work(group)
+		if len(group) > 1 {
+			runtime.Gosched() // those who were answered may join the next group
+		}
 	}
 }
 
