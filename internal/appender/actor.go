@@ -549,8 +549,7 @@ func (a *Appender) readEvent(ctx context.Context, session string, seq events.Seq
 	if err != nil || c == nil {
 		return nil, 0, err
 	}
-	for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-		line, rest = events.CutLine(rest)
+	for line := range c.Lines() {
 		e := new(events.Event)
 		if err := events.ParseCanonical(e, line, f, a.log.Vocabulary()); err != nil {
 			return nil, 0, err

@@ -248,8 +248,7 @@ func (s *actor) epochAt(ctx context.Context, seq events.Seq) (events.Seq, error)
 	var epoch events.Seq
 	stop := errors.New("stop")
 	err := s.a.log.ReadToEnd(ctx, s.id, 0, func(c *events.Commit) error {
-		for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-			line, rest = events.CutLine(rest)
+		for line := range c.Lines() {
 			var e events.Event
 			if err := events.ParseCanonical(&e, line, c.Format, s.a.log.Vocabulary()); err != nil {
 				return err

@@ -164,8 +164,7 @@ func (a *Appender) lines(ctx context.Context, session string, format events.Form
 	enough := errors.New("enough")
 	next := from
 	read := func(c *events.Commit) error {
-		for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-			line, rest = events.CutLine(rest)
+		for line := range c.Lines() {
 			e := new(events.Event)
 			if err := events.ParseCanonical(e, line, format, a.log.Vocabulary()); err != nil {
 				return err

@@ -214,8 +214,7 @@ func (a *Appender) storedLines(ctx context.Context, session string) iter.Seq2[[]
 	return func(yield func([]byte, error) bool) {
 		stop := errors.New("stop")
 		err := a.log.ReadToEnd(ctx, session, 0, func(c *events.Commit) error {
-			for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-				line, rest = events.CutLine(rest)
+			for line := range c.Lines() {
 				if !yield(line, nil) {
 					return stop
 				}

@@ -389,8 +389,7 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		v.next, v.snap = c.First, nil
 	}
 	good := true
-	for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-		line, rest = events.CutLine(rest)
+	for line := range c.Lines() {
 		v.r.Events++
 		v.digest = v.digest.Next(line)
 		e := new(events.Event)

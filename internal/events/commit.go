@@ -3,6 +3,7 @@ package events
 import (
 	"encoding/json"
 	"fmt"
+	"iter"
 	"strconv"
 	"strings"
 	"time"
@@ -62,6 +63,17 @@ type Commit struct {
 
 	// StreamSeq is the stream sequence of a stored commit; 0 before it is stored.
 	StreamSeq uint64
+}
+
+// Lines yields the commit's canonical lines, without their line ends. They are parts of Body.
+func (c *Commit) Lines() iter.Seq[[]byte] {
+	return func(yield func([]byte) bool) {
+		for line, rest := []byte(nil), c.Body; len(rest) > 0; {
+			if line, rest = CutLine(rest); !yield(line) {
+				return
+			}
+		}
+	}
 }
 
 // FormatTime writes a point in time as the time of a commit.

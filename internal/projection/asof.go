@@ -145,8 +145,7 @@ func (r *Reader) onlyAppended(ctx context.Context, snap *snapshot.Snapshot, at *
 		if c.First > snap.Last() {
 			return errReached
 		}
-		for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-			line, rest = events.CutLine(rest)
+		for line := range c.Lines() {
 			var e events.Event
 			err := known(ctx, r.log, func(v *events.Vocabulary) error { return events.ParseCanonical(&e, line, c.Format, v) })
 			if err != nil {

@@ -213,8 +213,7 @@ func (p *partition) foldGood(ctx context.Context, session string, snap *snapshot
 
 // checkCommit reads every event of a commit in full.
 func checkCommit(c *events.Commit, v *events.Vocabulary) error {
-	for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-		line, rest = events.CutLine(rest)
+	for line := range c.Lines() {
 		var e events.Event
 		if err := events.ParseCanonical(&e, line, c.Format, v); err != nil {
 			return err

@@ -220,8 +220,7 @@ func (r *Reader) Events(ctx context.Context, session string, rg Range, f func(*e
 	next = events.NoSeq
 	given, bytes := 0, 0
 	read := func(c *events.Commit) error {
-		for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-			line, rest = events.CutLine(rest)
+		for line := range c.Lines() {
 			e := new(events.Event)
 			if err := events.ParseCanonical(e, line, c.Format, r.log.Vocabulary()); err != nil {
 				// The log as it is: an event whose rule is broken is shown all the same.
@@ -270,8 +269,7 @@ func (r *Reader) Export(ctx context.Context, session string, w io.Writer) error 
 	return sessionfile.Write(w, h, func(yield func([]byte, error) bool) {
 		stop := errors.New("stop")
 		err := r.readToNow(ctx, session, 0, func(c *events.Commit) error {
-			for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-				line, rest = events.CutLine(rest)
+			for line := range c.Lines() {
 				if !yield(line, nil) {
 					return stop
 				}

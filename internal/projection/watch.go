@@ -313,8 +313,7 @@ func (h *hub) heal(ctx context.Context) error {
 // deltasOf applies the events of a commit that lie behind one seq and not behind another, and
 // calls f, when given, for what each does to the surface.
 func deltasOf(ctx context.Context, j *journal.Journal, s *surface.State, c *events.Commit, behind, upTo events.Seq, f func(Delta)) error {
-	for line, rest := []byte(nil), c.Body; len(rest) > 0; {
-		line, rest = events.CutLine(rest)
+	for line := range c.Lines() {
 		var e events.Event
 		err := known(ctx, j, func(v *events.Vocabulary) error { return events.ParseCanonical(&e, line, c.Format, v) })
 		if err != nil {
