@@ -97,6 +97,10 @@ func (r *Reader) View(ctx context.Context, session string, want Want) (*View, er
 		return nil, err
 	}
 	if want.Fresh && v.Quarantine == nil {
+		if snap.Foldable() != nil {
+			snap = snapshot.New(session, h.Format, surface.KeepBodies)
+			v.Snapshot = snap
+		}
 		if err := r.freshen(ctx, snap); err != nil {
 			return nil, err
 		}
