@@ -29,6 +29,7 @@ const (
 // partition is one partition at work. Everything but the atomics belongs to the goroutine in run.
 type partition struct {
 	w      *Worker
+	b      *Buckets // of one generation
 	n      int
 	stream jetstream.Stream
 
@@ -148,12 +149,12 @@ type trash struct {
 	keys []string
 }
 
-func newPartition(w *Worker, n int, stream jetstream.Stream, quarantined map[string]bool) *partition {
+func newPartition(w *Worker, b *Buckets, n int, stream jetstream.Stream, quarantined map[string]bool) *partition {
 	if quarantined == nil {
 		quarantined = map[string]bool{}
 	}
 	return &partition{
-		w: w, n: n, stream: stream, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, lost: map[string]lost{}, quarantined: quarantined,
+		w: w, b: b, n: n, stream: stream, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, lost: map[string]lost{}, quarantined: quarantined,
 		written: make(chan result, w.cfg.Writes), retries: make(chan retry), done: make(chan struct{}),
 	}
 }
@@ -163,13 +164,13 @@ type checkpointValue struct {
 	StreamSeq uint64 `json:"streamSeq"`
 }
 
-func (p *partition) key() string { return fmt.Sprintf("p%d", p.n) }
+func (p *partition) key() string { return p.b.checkpointKey(p.n) }
 
 // readCheckpoint reads how far the partition is projected. end is where the stream ends: a
 // checkpoint beyond it is that of a stream which lost its end, and what was stored there since
 // is new.
 func (p *partition) readCheckpoint(ctx context.Context, end uint64) error {
-	e, err := p.w.buckets.Checkpoints.Get(ctx, p.key())
+	e, err := p.b.Checkpoints.Get(ctx, p.key())
 	if errors.Is(err, jetstream.ErrKeyNotFound) {
 		return nil
 	}
@@ -356,7 +357,7 @@ func (p *partition) entry(ctx context.Context, session string) (*entry, error) {
 	}
 	e = &entry{session: session, told: events.NoSeq}
 	p.w.stats.Loads.Add(1)
-	snap, rev, err := p.w.buckets.Snapshots.Load(ctx, session, p.w.keep())
+	snap, rev, err := p.b.Snapshots.Load(ctx, session, p.w.keep())
 	if damaged(err) {
 		p.w.cfg.Logger.Error("snapshot is damaged; folding the log anew", "session", session, "err", err)
 		e.mending, err = true, nil
@@ -553,7 +554,7 @@ func (p *partition) foldPages(ctx context.Context, snap *snapshot.Snapshot, c *e
 		if err := ready(); err != nil {
 			return err
 		}
-		gone, err := p.w.buckets.Snapshots.FillPages(ctx, snap, pages.Pages)
+		gone, err := p.b.Snapshots.FillPages(ctx, snap, pages.Pages)
 		if err == nil && gone {
 			err = &events.Error{Code: events.CodeSnapshotDamaged, Session: c.Session, Detail: fmt.Sprintf("snapshot: pages %v are not there", pages.Pages)}
 		}
@@ -640,7 +641,7 @@ func (p *partition) write(ctx context.Context, f *snapshot.Flush, rev uint64) (u
 	for {
 		// What was folded is written even while the worker stops.
 		wctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
-		next, err := p.w.buckets.Snapshots.Write(wctx, f, rev)
+		next, err := p.b.Snapshots.Write(wctx, f, rev)
 		cancel()
 		if err == nil || errors.Is(err, snapshot.ErrMoved) {
 			return next, err
@@ -824,7 +825,7 @@ func (p *partition) writeCheckpoint(ctx context.Context) {
 		// Another owner's, or no answer: take what is stored. It is never too far, since
 		// whoever wrote it had written the heads before.
 		p.troubled(fmt.Errorf("checkpoint: %w", err))
-		if e, gerr := p.w.buckets.Checkpoints.Get(ctx, p.key()); gerr == nil {
+		if e, gerr := p.b.Checkpoints.Get(ctx, p.key()); gerr == nil {
 			var v checkpointValue
 			if json.Unmarshal(e.Value(), &v) == nil {
 				p.checkpoint, p.checkpointRev = v.StreamSeq, e.Revision()
@@ -845,9 +846,9 @@ func (p *partition) storeCheckpoint(ctx context.Context, upTo uint64) error {
 	}
 	var rev uint64
 	if p.checkpointRev == 0 {
-		rev, err = p.w.buckets.Checkpoints.Create(ctx, p.key(), b)
+		rev, err = p.b.Checkpoints.Create(ctx, p.key(), b)
 	} else {
-		rev, err = p.w.buckets.Checkpoints.Update(ctx, p.key(), b, p.checkpointRev)
+		rev, err = p.b.Checkpoints.Update(ctx, p.key(), b, p.checkpointRev)
 	}
 	if err == nil {
 		p.checkpoint, p.checkpointRev = upTo, rev
@@ -858,7 +859,7 @@ func (p *partition) storeCheckpoint(ctx context.Context, upTo uint64) error {
 // sweep deletes pages that no head has referred to for the grace time.
 func (p *partition) sweep(ctx context.Context, now time.Time) {
 	for len(p.garbage) > 0 && now.After(p.garbage[0].due) {
-		if err := p.w.buckets.Snapshots.Delete(ctx, p.garbage[0].keys); err != nil {
+		if err := p.b.Snapshots.Delete(ctx, p.garbage[0].keys); err != nil {
 			p.troubled(err)
 			return
 		}
