@@ -686,6 +686,9 @@ func (p *partition) settle(r result) {
 // publish announces a flush to those who watch the session. It is core NATS: who misses it
 // reads the log.
 func (p *partition) publish(m *deltaMessage) {
+	if p.w.cfg.Quiet {
+		return
+	}
 	b, err := json.Marshal(m)
 	if err != nil {
 		panic(err) // seqs and names of types always encode

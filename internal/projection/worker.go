@@ -46,6 +46,8 @@ type Config struct {
 	// Freeze checks events that are held in memory against what was read before they are
 	// served. Defaults to false.
 	Freeze bool
+	// Quiet announces no flushes to those who watch: for snapshots that do not serve.
+	Quiet bool
 	// Logger hears of trouble. Defaults to slog.Default().
 	Logger *slog.Logger
 	// Signals lets a test wait for things to happen. All are nil in production.
