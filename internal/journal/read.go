@@ -59,10 +59,11 @@ func (j *Journal) leaderMessage(ctx context.Context, stream string, req map[stri
 	var got struct {
 		Error   *apiError `json:"error"`
 		Message *struct {
-			Subject string `json:"subject"`
-			Seq     uint64 `json:"seq"`
-			Header  []byte `json:"hdrs"`
-			Data    []byte `json:"data"`
+			Subject string    `json:"subject"`
+			Seq     uint64    `json:"seq"`
+			Header  []byte    `json:"hdrs"`
+			Data    []byte    `json:"data"`
+			Time    time.Time `json:"time"`
 		} `json:"message"`
 	}
 	if err := json.Unmarshal(resp.Data, &got); err != nil {
@@ -76,7 +77,7 @@ func (j *Journal) leaderMessage(ctx context.Context, stream string, req map[stri
 	case got.Message == nil:
 		return nil, fmt.Errorf("unexpected answer to a read: %s", resp.Data)
 	}
-	m := &jetstream.RawStreamMsg{Subject: got.Message.Subject, Sequence: got.Message.Seq, Data: got.Message.Data}
+	m := &jetstream.RawStreamMsg{Subject: got.Message.Subject, Sequence: got.Message.Seq, Data: got.Message.Data, Time: got.Message.Time}
 	if len(got.Message.Header) > 0 {
 		if m.Header, err = nats.DecodeHeadersMsg(got.Message.Header); err != nil {
 			return nil, fmt.Errorf("stream sequence %d: %w", m.Sequence, err)
