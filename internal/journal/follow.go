@@ -18,6 +18,8 @@ type Delivery struct {
 	Err     *MalformedError // set when the message is no commit; Commit is nil then
 	Session string          // set in both cases; "" when the subject is no session's
 
+	ID        string // Nats-Msg-Id, which is the commit's id unless somebody wrote around the appender
+	Conn      uint64 // how often the connection had been made anew when it arrived
 	StreamSeq uint64
 	Pending   uint64 // messages of the partition that are still to come
 	Stored    time.Time
@@ -116,6 +118,7 @@ func (f *Follower) hand(h nats.Header, body []byte, subject string, d Delivery) 
 		d.Err, _ = err.(*MalformedError) // commit returns no other error
 		d.Session, _ = f.j.SessionOfSubject(subject)
 	}
+	d.ID, d.Conn = h.Get(jetstream.MsgIDHeader), f.j.Reconnects()
 	f.last = max(f.last, d.StreamSeq)
 	f.deliver(d)
 }

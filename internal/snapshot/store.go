@@ -219,6 +219,19 @@ func (s *Store) Delete(ctx context.Context, keys []string) error {
 	return nil
 }
 
+// Remove deletes the head at a revision; ErrMoved says that there is another one. Its pages stay.
+func (s *Store) Remove(ctx context.Context, session string, rev uint64) error {
+	s = s.Pin(ctx)
+	err := s.kv.Purge(ctx, HeadKey(session), jetstream.LastRevision(rev))
+	switch {
+	case err == nil:
+		return nil
+	case moved(err):
+		return ErrMoved
+	}
+	return unavailable(err)
+}
+
 // Sessions returns the ids of the sessions that have a head, unordered.
 func (s *Store) Sessions(ctx context.Context) ([]string, error) {
 	s = s.Pin(ctx)
