@@ -27,6 +27,9 @@ const (
 	leastLease = 2 * time.Second
 	// guardEvery is how often a worker looks whether a lease ended.
 	guardEvery = 50 * time.Millisecond
+	// longestTick is the longest time between two renewals: a long lease is to outlive the
+	// election of a leader, and should be fresh when that begins.
+	longestTick = 2 * time.Second
 	// turnPause is the shortest time between two turns, however often others nudge.
 	turnPause = 20 * time.Millisecond
 	// mostRequests is how many keys of the roster a worker writes at the same time.
@@ -68,6 +71,7 @@ type share struct {
 
 	memberRev uint64
 	renewed   time.Duration // by the worker's clock, when keys were last renewed
+	failed    atomic.Bool   // a request of the last turn got no answer
 	seen      map[string]sighting
 	told      map[string]bool // strange keys that were logged
 
@@ -171,14 +175,14 @@ func (s *share) announce(ctx context.Context, rev uint64) error {
 	return err
 }
 
-// patience is how long one request about the roster may take: a tick, so that two fit in before
-// a lease ends.
-func (s *share) patience() time.Duration { return min(s.ttl/3, 2*time.Second) }
+// patience is how long one request about the roster may take: a tick, so that another one fits
+// in before a lease ends.
+func (s *share) patience() time.Duration { return s.tick() }
 
 // keep takes part until the worker drains and holds nothing any more.
 func (s *share) keep(ctx context.Context) {
 	defer close(s.left)
-	ticker := time.NewTicker(s.ttl / 3)
+	ticker := time.NewTicker(s.tick())
 	defer ticker.Stop()
 	s.turn(ctx)
 	for {
@@ -186,8 +190,13 @@ func (s *share) keep(ctx context.Context) {
 			s.leave(ctx)
 			return
 		}
+		var again <-chan time.Time
+		if s.failed.Load() {
+			again = time.After(retryPause)
+		}
 		select {
 		case <-ticker.C:
+		case <-again:
 		case <-s.wake:
 			pause := time.NewTimer(turnPause) // more nudges may come
 			<-pause.C
@@ -221,7 +230,7 @@ func (s *share) turn(ctx context.Context) {
 	}
 	s.reap(ctx)
 	now := s.w.clock()
-	due := now-s.renewed >= s.ttl/3-s.ttl/20 // a ticker's tick, not a nudge
+	due := s.failed.Swap(false) || now-s.renewed >= s.tick()*5/6 // a ticker's tick, not a nudge
 	if due {
 		s.renewed = now
 		s.renewLeases(ctx)
@@ -238,7 +247,11 @@ func (s *share) turn(ctx context.Context) {
 	s.acquire(ctx, mine, v)
 }
 
+// tick is the time between two renewals.
+func (s *share) tick() time.Duration { return min(s.ttl/3, longestTick) }
+
 func (s *share) troubled(err error) {
+	s.failed.Store(true)
 	text := err.Error()
 	if old := s.trouble.Swap(&text); old == nil || *old != text {
 		s.w.cfg.Logger.Warn("projection: sharing partitions", "worker", s.w.cfg.ID, "err", err)
@@ -538,7 +551,7 @@ func (s *share) leave(ctx context.Context) {
 // metrics. It has a goroutine of its own, since a partition's answer may take longer than a
 // lease has time.
 func (s *share) report(ctx context.Context) {
-	ticker := time.NewTicker(s.ttl / 3)
+	ticker := time.NewTicker(s.tick())
 	defer ticker.Stop()
 	for {
 		ps := s.w.Status(ctx)

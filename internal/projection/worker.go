@@ -28,7 +28,7 @@ type Config struct {
 	// [A-Za-z0-9_-]. Defaults to host, pid and something random.
 	ID string
 	// Lease is how long a worker that is gone keeps its partitions: whole seconds, 2 s and more.
-	// It is renewed three times as often. Defaults to 3 s, and to 10 s when Replicas is above 1,
+	// It is renewed three times as often, and every 2 s at the latest. Defaults to 3 s, and to 10 s when Replicas is above 1,
 	// where the election of a leader takes its time.
 	Lease time.Duration
 	// Unleased has the worker work its partitions without asking anybody. Several workers may
