@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -15,6 +16,8 @@ import (
 type serveCmd struct {
 	storeFlags
 	Listen      string        `help:"Address of the HTTP API; port 0 picks a free one." default:"127.0.0.1:8081" env:"PALIMPSEST_PROJECTOR_LISTEN"`
+	ID          string        `name:"id" help:"Name of this worker among those that share the partitions. Default: host, pid and something random." placeholder:"ID" env:"PALIMPSEST_WORKER_ID"`
+	Lease       time.Duration `help:"How long a worker that is gone keeps its partitions, in whole seconds from 2s on. Default: 3s, with --replicas above 1 10s." placeholder:"DURATION"`
 	FlushAfter  time.Duration `help:"The longest that a folded event waits to be in a head." default:"50ms"`
 	FlushEvents int           `help:"Folded events of one session after which it is flushed at once." default:"256"`
 	Writes      int           `help:"Snapshots that are written at the same time." default:"12"`
@@ -31,6 +34,16 @@ func (c *serveCmd) Run(ctx context.Context) error {
 			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %d", name, n)}
 		}
 	}
+	if c.ID == "" {
+		c.ID = projection.DefaultWorkerID()
+	} else if err := projection.CheckWorkerID(c.ID); err != nil {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--id: %w", err)}
+	}
+	if c.Lease != 0 {
+		if err := projection.CheckLease(c.Lease); err != nil {
+			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--lease: %w", err)}
+		}
+	}
 	var g platform.Group
 	s, err := c.open(ctx, "palimpsest-projector", &g)
 	if err != nil {
@@ -38,17 +51,18 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	}
 	heads := projection.NewHeads()
 	worker := projection.NewWorker(s.journal, s.buckets, heads, projection.Config{
-		FlushAfter: c.FlushAfter, FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, Replicas: c.Replicas, Freeze: c.Freeze,
+		ID: c.ID, Lease: c.Lease, FlushAfter: c.FlushAfter, FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, Replicas: c.Replicas, Freeze: c.Freeze,
 	})
 	reader := projection.NewReader(s.journal, s.headers, s.buckets, heads)
 	g.Add("worker", worker)
-	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: api.NewProjector(reader, worker, projection.NewHubs(reader, s.conns.Publish[0]), s.auditor(), api.ProjectorConfig{Ready: s.ready})})
+	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: api.NewProjector(reader, worker, projection.NewHubs(reader, s.conns.Publish[0]), s.auditor(), api.ProjectorConfig{Ready: func(ctx context.Context) error { return errors.Join(worker.Ready(), s.ready(ctx)) }})})
 	g.Add("http", http)
 	g.Add("ready", platform.NewRunner(func(ctx context.Context, ready func()) error {
 		slog.Info("serving", "http", http.URL(), "nats", c.NATS, "config", *c)
 		if err := platform.PrintReady(os.Stdout, platform.Ready{HTTP: http.URL(), NATS: c.NATS}); err != nil {
 			return err
 		}
+		worker.Announce(http.URL())
 		ready()
 		<-ctx.Done()
 		return nil

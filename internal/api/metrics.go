@@ -47,7 +47,14 @@ func projectorMetrics(w *projection.Worker) handler {
 	return metricsOf("projector", map[string]*atomic.Int64{
 		"events": &s.Events, "commits": &s.Commits, "flushes": &s.Flushes, "healed": &s.Healed,
 		"moved": &s.Moved, "quarantined": &s.Quarantined, "loads": &s.Loads,
+		"stale_writes_refused": &s.Stale, "leases_lost": &s.Lost,
 	}, map[string]func() float64{
+		"lag":                      func() float64 { return w.Gauges().Lag },
+		"lag_total":                func() float64 { return w.Gauges().LagTotal },
+		"partitions_owned":         func() float64 { return w.Gauges().Owned },
+		"partitions_unowned":       func() float64 { return w.Gauges().Unowned },
+		"workers":                  func() float64 { return w.Gauges().Workers },
+		"sessions_quarantined":     func() float64 { return w.Gauges().Quarantined },
 		"oldest_unflushed_seconds": w.OldestUnflushed,
 		"sessions_in_memory":       func() float64 { return float64(w.SessionsInMemory()) },
 	})

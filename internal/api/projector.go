@@ -68,6 +68,7 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, hubs *projection.
 	rt.handle("GET", "/v1/sessions/{id}/verify", s.verify)
 	rt.handle("POST", "/v1/sessions/{id}/retry", s.retry)
 	rt.handle("GET", "/v1/status", s.status)
+	rt.handle("GET", "/v1/workers", s.workers)
 	health(rt, cfg.Ready)
 	rt.handle("GET", "/metrics", projectorMetrics(wk))
 	return rt
@@ -399,7 +400,29 @@ func (s *projectorAPI) retry(w http.ResponseWriter, r *http.Request, id string) 
 	return writeJSON(w, http.StatusOK, map[string]any{"session": id, "quarantined": false})
 }
 
-// status answers how far the projection is, and what stands in its way.
+// workers answers how far the whole projection is, and who works what.
+func (s *projectorAPI) workers(w http.ResponseWriter, r *http.Request, _ string) error {
+	if q := readQuery(r); q.err != nil {
+		return q.err
+	}
+	o, err := s.w.Overview(r.Context())
+	if err != nil {
+		return err
+	}
+	qs, err := s.r.Quarantined(r.Context())
+	if err != nil {
+		return err
+	}
+	if qs == nil {
+		qs = []projection.Quarantine{}
+	}
+	return writeJSON(w, http.StatusOK, struct {
+		*projection.Overview
+		Quarantined []projection.Quarantine `json:"quarantined"`
+	}{o, qs})
+}
+
+// status answers how far this worker's partitions are, and what stands in the way.
 func (s *projectorAPI) status(w http.ResponseWriter, r *http.Request, _ string) error {
 	if q := readQuery(r); q.err != nil {
 		return q.err
@@ -410,13 +433,15 @@ func (s *projectorAPI) status(w http.ResponseWriter, r *http.Request, _ string) 
 	}
 	ps := s.w.Status(r.Context())
 	out := struct {
-		// CaughtUp is true only when every partition said so: nothing to read, nothing unflushed.
+		Worker string `json:"worker"`
+		// CaughtUp is true only when every partition of the log said so, also those of other
+		// workers: nothing to read, nothing unflushed.
 		CaughtUp          bool                         `json:"caughtUp"`
 		Lag               *uint64                      `json:"lag"` // commits; null when a partition did not say
 		OldestUnflushedMs int64                        `json:"oldestUnflushedMs"`
 		Quarantined       []projection.Quarantine      `json:"quarantined"`
 		Partitions        []projection.PartitionStatus `json:"partitions"`
-	}{Quarantined: qs, Partitions: ps}
+	}{Worker: s.w.ID(), Quarantined: qs, Partitions: ps}
 	if out.Quarantined == nil {
 		out.Quarantined = []projection.Quarantine{}
 	}
@@ -432,7 +457,14 @@ func (s *projectorAPI) status(w http.ResponseWriter, r *http.Request, _ string) 
 	}
 	if known {
 		out.Lag = &lag
-		out.CaughtUp = lag == 0 && out.OldestUnflushedMs == 0
+		out.CaughtUp = lag == 0 && out.OldestUnflushedMs == 0 && s.w.Follows(r.Context())
+	}
+	if out.CaughtUp && len(ps) < s.r.Journal().Partitions() {
+		all, err := s.w.Overview(r.Context())
+		if err != nil {
+			return err
+		}
+		out.CaughtUp = all.CaughtUp
 	}
 	return writeJSON(w, http.StatusOK, out)
 }

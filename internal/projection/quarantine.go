@@ -100,6 +100,7 @@ func (p *partition) quarantine(ctx context.Context, session string, streamSeq ui
 		return err
 	}
 	p.quarantined[session] = true
+	p.aside.Store(int64(len(p.quarantined)))
 	p.w.stats.Quarantined.Add(1)
 	p.w.cfg.Logger.Error("session quarantined", "session", session, "streamSeq", streamSeq, "code", q.Code, "rule", q.Rule, "detail", q.Detail)
 	if e := p.sessions[session]; e != nil {
@@ -114,6 +115,9 @@ func (p *partition) quarantine(ctx context.Context, session string, streamSeq ui
 
 // record writes a session's record.
 func (p *partition) record(ctx context.Context, session string, streamSeq uint64, cause error) (*Quarantine, error) {
+	if !p.holds() {
+		return nil, errLost
+	}
 	q := &Quarantine{Session: session, StreamSeq: streamSeq, Time: time.Now().UnixMilli(), Detail: cause.Error(), Code: events.CodeInternal}
 	var e *events.Error
 	if errors.As(cause, &e) {
@@ -258,9 +262,13 @@ func (p *partition) retry(ctx context.Context, session string) error {
 		}
 		return &events.Error{Code: events.CodeQuarantined, Session: session, Seq: q.Seq, Rule: q.Rule, Detail: "still in quarantine: " + q.Detail}
 	}
+	if !p.holds() {
+		return errLost
+	}
 	if err := p.b.Quarantine.Purge(ctx, p.b.quarantineKey(session)); err != nil {
 		return unavailable("quarantine", err)
 	}
 	delete(p.quarantined, session)
+	p.aside.Store(int64(len(p.quarantined)))
 	return nil
 }
