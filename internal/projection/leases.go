@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -470,6 +471,7 @@ func (s *share) reap(ctx context.Context) {
 		delete(s.w.partitions, n)
 	}
 	s.w.mu.Unlock()
+	s.w.cfg.Logger.Info("projection: partitions given up", "worker", s.w.cfg.ID, "partitions", slices.Sorted(maps.Keys(over)))
 	s.roster.nudge()
 }
 

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -223,8 +224,11 @@ func TestScaleWorkersComeAndGoUnderLoad(t *testing.T) {
 		}
 		return err
 	})
-	if r := harness.Run(t, "projector", "status", "--nats", appender.NATS); r.Code != 0 {
-		t.Errorf("projector status: exit code %d\n%s", r.Code, r.Output())
+	for _, args := range [][]string{{"--nats", appender.NATS}, {"--url", w2.HTTP}} {
+		r := harness.Run(t, "projector", append([]string{"status"}, args...)...)
+		if r.Code != 0 || !strings.Contains(r.Stdout, "caught up: true") || !strings.Contains(r.Stdout, "  w4  "+w4.HTTP) {
+			t.Errorf("projector status %v: exit code %d\n%s", args, r.Code, r.Output())
+		}
 	}
 }
 
