@@ -375,3 +375,34 @@ func TestBucketWhoseKeysCannotRunOutIsRefused(t *testing.T) {
 		t.Errorf("a bucket without TTLs: %v, want it refused", err)
 	}
 }
+
+// Two processes of one id do not fight, even when the second one came while the first was away.
+func TestWorkerWhoseIDWasTakenStandsBack(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	a := w.sharer("pod")
+	a.owners("pod", "pod")
+	var cut atomic.Bool
+	a.tap.set(func(op, _, _ string) error {
+		if op == "publish" && cut.Load() {
+			return context.DeadlineExceeded
+		}
+		return nil
+	})
+	cut.Store(true)
+	b := w.sharer("pod") // waits until the other's key has run out
+	cut.Store(false)
+	journaltest.Eventually(t, "the first to see that its id is taken", func() bool {
+		err := a.Ready()
+		return err != nil && strings.Contains(err.Error(), "was taken by another process")
+	})
+	seq := w.append("s", user("hello"))
+	b.wrote("s", seq)
+	if n := len(a.Status(journaltest.Context(t))); n != 0 {
+		t.Errorf("the first still works %d partitions", n)
+	}
+	b.stop()
+	journaltest.Eventually(t, "the first to be back", func() bool { return a.Ready() == nil && len(a.Status(journaltest.Context(t))) == partitions })
+	w.projected("s", w.append("s", user("again")))
+	w.verify()
+}
