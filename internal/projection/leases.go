@@ -663,6 +663,7 @@ func (w *Worker) retryThere(ctx context.Context, session string) error {
 
 // prepared is what partitions that start need to know.
 type prepared struct {
+	buckets     *Buckets // of the generation that serves
 	quarantined map[int]map[string]bool
 	end         uint64 // of the stream
 }
@@ -678,7 +679,11 @@ func (w *Worker) prepareOnce(stream jetstream.Stream) func(context.Context) (*pr
 		if done != nil {
 			return done, nil
 		}
-		q, err := w.readQuarantine(ctx)
+		b := w.buckets.Pin(ctx)
+		if err := b.Snapshots.Generation().Foldable(); err != nil {
+			return nil, err
+		}
+		q, err := w.readQuarantine(ctx, b)
 		if err != nil {
 			return nil, err
 		}
@@ -686,7 +691,7 @@ func (w *Worker) prepareOnce(stream jetstream.Stream) func(context.Context) (*pr
 		if err != nil {
 			return nil, unavailable("stream", err)
 		}
-		done = &prepared{q, info.State.LastSeq}
+		done = &prepared{b, q, info.State.LastSeq}
 		return done, nil
 	}
 }
@@ -694,7 +699,7 @@ func (w *Worker) prepareOnce(stream jetstream.Stream) func(context.Context) (*pr
 // start works a partition in the background. ended is called when it has ended.
 func (w *Worker) start(ctx context.Context, n int, r *running, stream jetstream.Stream, prepare func(context.Context) (*prepared, error), ended func()) {
 	run, end := context.WithCancelCause(ctx)
-	r.p, r.end = newPartition(w, n, stream, nil), end
+	r.p, r.end = newPartition(w, nil, n, stream, nil), end
 	r.p.holds = func() bool { return r.valid(w) }
 	w.mu.Lock()
 	w.partitions[n] = r
@@ -715,6 +720,7 @@ func (p *partition) prepare(ctx context.Context, read func(context.Context) (*pr
 	for ctx.Err() == nil {
 		known, err := read(ctx)
 		if err == nil {
+			p.b = known.buckets
 			err = p.readCheckpoint(ctx, known.end)
 		}
 		if err == nil {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"math"
 	"slices"
 	"sync"
@@ -53,7 +52,7 @@ func (w *Worker) Overview(ctx context.Context) (*Overview, error) {
 	if err != nil {
 		return nil, err
 	}
-	quarantined, err := w.readQuarantine(ctx)
+	quarantined, err := w.readQuarantine(ctx, w.buckets)
 	if err != nil {
 		return nil, err
 	}
@@ -144,7 +143,7 @@ func (w *Worker) tell(ctx context.Context, v *roll, own []PartitionStatus) []Par
 // measure counts what lies behind a partition's checkpoint.
 func (w *Worker) measure(ctx context.Context, n int, st PartitionStatus) PartitionStatus {
 	st.Partition = n
-	e, err := w.buckets.Checkpoints.Get(ctx, fmt.Sprintf("p%d", n))
+	e, err := w.buckets.Checkpoints.Get(ctx, w.buckets.checkpointKey(n))
 	var v checkpointValue
 	switch {
 	case errors.Is(err, jetstream.ErrKeyNotFound):

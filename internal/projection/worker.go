@@ -62,6 +62,8 @@ type Config struct {
 	// Freeze checks events that are held in memory against what was read before they are
 	// served. Defaults to false.
 	Freeze bool
+	// Quiet announces no flushes to those who watch: for snapshots that do not serve.
+	Quiet bool
 	// Logger hears of trouble. Defaults to slog.Default().
 	Logger *slog.Logger
 	// Signals lets a test wait for things to happen. All are nil in production.
@@ -146,6 +148,25 @@ func OpenBuckets(ctx context.Context, js jetstream.JetStream, replicas int) (*Bu
 	return b, nil
 }
 
+// Pin returns the buckets with the generation of snapshots that serves now.
+func (b *Buckets) Pin(ctx context.Context) *Buckets { return b.of(b.Snapshots.Pin(ctx)) }
+
+// of returns the buckets of one generation of snapshots.
+func (b *Buckets) of(s *snapshot.Store) *Buckets {
+	return &Buckets{Snapshots: s, Checkpoints: b.Checkpoints, Quarantine: b.Quarantine, Workers: b.Workers}
+}
+
+// checkpointKey is the key of a partition's checkpoint. Each generation has its own.
+func (b *Buckets) checkpointKey(partition int) string {
+	return b.Snapshots.Generation().Key(fmt.Sprintf("p%d", partition))
+}
+
+// quarantineKey is the key of a session's record. Each generation has its own, since one may fold
+// what another could not.
+func (b *Buckets) quarantineKey(session string) string {
+	return b.Snapshots.Generation().Key(events.Token(session))
+}
+
 // Worker projects partitions of a journal into the buckets: those that are its share, or with
 // Config.Unleased those that it is told to.
 type Worker struct {
@@ -199,13 +220,17 @@ func (w *Worker) Start(ctx context.Context) error {
 	if w.cancel != nil {
 		return errors.New("projection: the worker runs already")
 	}
+	buckets := w.buckets.Pin(ctx)
+	if err := buckets.Snapshots.Generation().Foldable(); err != nil {
+		return err
+	}
 	stream, err := w.log.JetStream().Stream(ctx, w.log.Config().Stream)
 	if err != nil {
 		return unavailable("stream", err)
 	}
 	run, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	if w.cfg.Unleased {
-		err = w.startAll(ctx, run, stream)
+		err = w.startAll(ctx, run, buckets, stream)
 	} else {
 		err = w.startShare(ctx, run, stream)
 	}
@@ -250,8 +275,8 @@ func (w *Worker) startShare(ctx, run context.Context, stream jetstream.Stream) e
 }
 
 // startAll starts the partitions of an unleased worker. The caller holds mu.
-func (w *Worker) startAll(ctx, run context.Context, stream jetstream.Stream) error {
-	quarantined, err := w.readQuarantine(ctx)
+func (w *Worker) startAll(ctx, run context.Context, buckets *Buckets, stream jetstream.Stream) error {
+	quarantined, err := w.readQuarantine(ctx, buckets)
 	if err != nil {
 		return err
 	}
@@ -265,7 +290,7 @@ func (w *Worker) startAll(ctx, run context.Context, stream jetstream.Stream) err
 		if n < 0 || n >= w.log.Partitions() {
 			return &events.Error{Code: events.CodeBadRequest, Detail: fmt.Sprintf("partition %d: expected 0 to %d", n, w.log.Partitions()-1)}
 		}
-		p := newPartition(w, n, stream, quarantined[n])
+		p := newPartition(w, buckets, n, stream, quarantined[n])
 		p.aside.Store(int64(len(p.quarantined)))
 		if err := p.readCheckpoint(ctx, stream.CachedInfo().State.LastSeq); err != nil {
 			return err
