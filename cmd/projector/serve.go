@@ -17,7 +17,7 @@ type serveCmd struct {
 	storeFlags
 	Listen      string        `help:"Address of the HTTP API; port 0 picks a free one." default:"127.0.0.1:8081" env:"PALIMPSEST_PROJECTOR_LISTEN"`
 	ID          string        `name:"id" help:"Name of this worker among those that share the partitions. Default: host, pid and something random." placeholder:"ID" env:"PALIMPSEST_WORKER_ID"`
-	Lease       time.Duration `help:"How long a worker that is gone keeps its partitions, in whole seconds from 2s on. Default: 3s, with --replicas above 1 10s." placeholder:"DURATION"`
+	Lease       time.Duration `help:"How long a worker that is gone keeps its partitions, in whole seconds from 2s on. Default: 3s, and 10s on a replicated stream." placeholder:"DURATION"`
 	FlushAfter  time.Duration `help:"The longest that a folded event waits to be in a head." default:"50ms"`
 	FlushEvents int           `help:"Folded events of one session after which it is flushed at once." default:"256"`
 	Writes      int           `help:"Snapshots that are written at the same time." default:"12"`

@@ -446,7 +446,7 @@ func (s *projectorAPI) status(w http.ResponseWriter, r *http.Request, _ string) 
 		out.Quarantined = []projection.Quarantine{}
 	}
 	var lag uint64
-	known := len(ps) > 0
+	known := true
 	for _, p := range ps {
 		if p.Lag == nil {
 			known = false

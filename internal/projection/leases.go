@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -34,8 +35,9 @@ const (
 	longestTick = 2 * time.Second
 	// turnPause is the shortest time between two turns, however often others nudge.
 	turnPause = 20 * time.Millisecond
-	// mostRequests is how many keys of the roster a worker writes at the same time.
-	mostRequests = 16
+	// mostWrites is how many keys of the roster a worker writes at the same time: so many that
+	// one slow answer does not keep other leases from being renewed.
+	mostWrites = 64
 )
 
 // Causes of the end of a partition's work.
@@ -265,6 +267,9 @@ func (s *share) turn(ctx context.Context) {
 	s.handOver(mine)
 	s.follow(g)
 	s.acquire(ctx, mine, v)
+	if !s.failed.Load() {
+		s.trouble.Store(nil)
+	}
 }
 
 // tick is the time between two renewals.
@@ -286,7 +291,6 @@ func (s *share) read(ctx context.Context) (*roll, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.trouble.Store(nil)
 	now, seen := s.w.clock(), make(map[string]sighting, len(v.revs))
 	for key, rev := range v.revs {
 		if at, ok := s.seen[key]; ok && at.rev == rev {
@@ -394,12 +398,13 @@ func (s *share) renewLeases(ctx context.Context) {
 				return
 			}
 			if !errors.Is(err, errTaken) { // the next tick tries again, until the lease ends
-				s.troubled(fmt.Errorf("renew the lease of partition %d: %w", n, err))
+				s.troubled(fmt.Errorf("renewing leases: %w", err))
 				return
 			}
 			rev, ours := s.look(ctx, n)
 			if !ours || try == 1 {
-				s.lose(n, r)
+				s.lose(r)
+				s.w.cfg.Logger.Warn("projection: the lease was taken or ran out", "worker", s.w.cfg.ID, "partition", n)
 				return
 			}
 			r.rev = rev // an earlier renewal went through without an answer
@@ -433,11 +438,10 @@ func (s *share) look(ctx context.Context, n int) (rev uint64, ours bool) {
 }
 
 // lose abandons a partition: what was folded and not written is the next holder's concern.
-func (s *share) lose(n int, r *running) {
+func (s *share) lose(r *running) {
 	r.until.Store(0)
 	r.end(errLost)
 	s.w.stats.Lost.Add(1)
-	s.w.cfg.Logger.Warn("projection: lease lost", "worker", s.w.cfg.ID, "partition", n)
 }
 
 // guard abandons partitions whose leases end, whatever keeps the rest from renewing them.
@@ -450,15 +454,21 @@ func (s *share) guard(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		}
+		var lost []int
 		for n, r := range s.held() {
 			select {
 			case <-r.p.done:
 			default:
 				if until := r.until.Load(); until != 0 && until <= int64(s.w.clock()) {
-					s.lose(n, r)
-					s.wakeUp()
+					s.lose(r)
+					lost = append(lost, n)
 				}
 			}
+		}
+		if lost != nil {
+			slices.Sort(lost)
+			s.w.cfg.Logger.Warn("projection: leases could not be renewed in time; giving the partitions up as they are", "worker", s.w.cfg.ID, "partitions", lost)
+			s.wakeUp()
 		}
 	}
 }
@@ -483,7 +493,7 @@ func (s *share) reap(ctx context.Context) {
 		rctx, cancel := context.WithTimeout(ctx, s.patience())
 		defer cancel()
 		if err := s.roster.remove(rctx, leaseKey(n), r.rev); err != nil && !errors.Is(err, errTaken) {
-			s.troubled(fmt.Errorf("free the lease of partition %d: %w", n, err)) // it ends by itself
+			s.troubled(fmt.Errorf("freeing leases: %w", err)) // they end by themselves
 		}
 	})
 	s.w.mu.Lock()
@@ -491,6 +501,7 @@ func (s *share) reap(ctx context.Context) {
 		delete(s.w.partitions, n)
 	}
 	s.w.mu.Unlock()
+	s.w.cfg.Logger.Info("projection: partitions given up", "worker", s.w.cfg.ID, "partitions", slices.Sorted(maps.Keys(over)))
 	s.roster.nudge()
 }
 
@@ -542,7 +553,7 @@ func (s *share) acquire(ctx context.Context, mine map[int]bool, v *roll) {
 			got = append(got, n)
 			mu.Unlock()
 		case !errors.Is(err, errTaken): // else another one was faster, or this was read from a replica that lags
-			s.troubled(fmt.Errorf("take the lease of partition %d: %w", n, err))
+			s.troubled(fmt.Errorf("taking leases: %w", err))
 		}
 	})
 	if len(got) == 0 {
@@ -561,7 +572,7 @@ func (s *share) acquire(ctx context.Context, mine map[int]bool, v *roll) {
 // each calls f for all, a few at a time, and returns when all are done.
 func (s *share) each(all map[int]*running, f func(int, *running)) {
 	var wg sync.WaitGroup
-	tokens := make(chan struct{}, mostRequests)
+	tokens := make(chan struct{}, mostWrites)
 	for n, r := range all {
 		tokens <- struct{}{}
 		wg.Go(func() {

@@ -907,8 +907,9 @@ func (p *partition) writeCheckpoint(ctx context.Context) {
 		if errors.Is(err, jetstream.ErrKeyExists) || conflict(err) {
 			p.w.stats.Stale.Add(1)
 		}
-		p.takeCheckpoint(ctx)
-		p.checkpointed.Store(p.checkpoint)
+		if p.takeCheckpoint(ctx); !p.unheld {
+			p.checkpointed.Store(p.checkpoint)
+		}
 		return
 	}
 	p.checkpointed.Store(upTo)

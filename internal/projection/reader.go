@@ -8,6 +8,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/nats-io/nats.go"
+
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/sessionfile"
@@ -15,7 +17,7 @@ import (
 	"palimpsest/internal/surface"
 )
 
-// pollHeads is how often a reader that waits looks at the bucket for another process's heads.
+// pollHeads is how often a reader that waits looks at the bucket, should it have missed the news.
 const pollHeads = 100 * time.Millisecond
 
 // Reader serves what was projected, and the log itself. It is safe for concurrent use.
@@ -163,6 +165,7 @@ func (r *Reader) await(ctx context.Context, session string, seq events.Seq, time
 	defer stop()
 	over := time.NewTimer(timeout)
 	defer over.Stop()
+	var news chan struct{} // another process may have written a head
 	for pause := 5 * time.Millisecond; ; pause = min(2*pause, pollHeads) {
 		h, _, err := r.buckets.Snapshots.Head(ctx, session)
 		if err != nil {
@@ -183,8 +186,22 @@ func (r *Reader) await(ctx context.Context, session string, seq events.Seq, time
 			return &events.Error{Code: events.CodeQuarantined, Session: session, Rule: q.Rule, Seq: q.Seq, ExpectedSeq: &seq, ActualSeq: &have,
 				Detail: "the session is in quarantine and its projection stands still: " + q.Detail}
 		}
+		if news == nil {
+			news = make(chan struct{}, 1)
+			sub, err := r.log.JetStream().Conn().Subscribe(DeltaSubject(session), func(*nats.Msg) {
+				select {
+				case news <- struct{}{}:
+				default:
+				}
+			})
+			if err == nil { // else there is still the polling
+				defer func() { _ = sub.Unsubscribe() }() // fails only when the connection is gone
+			}
+			continue // the head may have come before the server knew of the subscription
+		}
 		poll := time.NewTimer(pause)
 		select {
+		case <-news:
 		case <-hit:
 			hit = nil // once: the replica that answers may lag
 		case <-poll.C:

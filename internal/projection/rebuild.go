@@ -68,7 +68,7 @@ func Rebuild(ctx context.Context, j *journal.Journal, b *Buckets, o RebuildOptio
 	}
 	r := &RebuildReport{From: g.Current, To: store.Generation()}
 	cfg := o.Worker
-	cfg.Quiet, cfg.Unleased = true, true
+	cfg.Quiet, cfg.Unleased = true, true // nobody else writes into it
 	w := NewWorker(j, b.of(store), NewHeads(), cfg)
 	if err := w.Start(ctx); err != nil {
 		return nil, err

@@ -13,6 +13,9 @@ import (
 	"palimpsest/internal/snapshot"
 )
 
+// mostRequests is how many partitions are asked about at the same time.
+const mostRequests = 16
+
 // Overview says how far the whole projection is, and who works what.
 type Overview struct {
 	// CaughtUp is true only when nothing of any partition is to be read and nothing unflushed.

@@ -28,8 +28,9 @@ type Config struct {
 	// [A-Za-z0-9_-]. Defaults to host, pid and something random.
 	ID string
 	// Lease is how long a worker that is gone keeps its partitions: whole seconds, 2 s and more.
-	// It is renewed three times as often, and every 2 s at the latest. Defaults to 3 s, and to 10 s when Replicas is above 1,
-	// where the election of a leader takes its time.
+	// It is renewed three times as often, and every 2 s at the latest. Defaults to 3 s, and to
+	// 10 s when Replicas or those of the stream are above 1, since the election of a leader
+	// takes 6 s and more.
 	Lease time.Duration
 	// Unleased has the worker work its partitions without asking anybody. Several workers may
 	// have the same ones: each folds everything, and writes of heads are refused to all but one.
@@ -102,11 +103,6 @@ func (c Config) withDefaults(maxPayload int) Config {
 	}
 	if c.Replicas == 0 {
 		c.Replicas = 1
-	}
-	if c.Lease == 0 {
-		if c.Lease = 3 * time.Second; c.Replicas > 1 {
-			c.Lease = 10 * time.Second
-		}
 	}
 	if c.ID == "" {
 		c.ID = DefaultWorkerID()
@@ -249,10 +245,16 @@ func (w *Worker) Start(ctx context.Context) error {
 
 // startShare joins. The caller holds mu.
 func (w *Worker) startShare(ctx, run context.Context, stream jetstream.Stream) error {
-	if err := errors.Join(CheckWorkerID(w.cfg.ID), CheckLease(w.cfg.Lease)); err != nil {
+	ttl := w.cfg.Lease
+	if ttl == 0 {
+		if ttl = 3 * time.Second; w.cfg.Replicas > 1 || stream.CachedInfo().Config.Replicas > 1 {
+			ttl = 10 * time.Second
+		}
+	}
+	if err := errors.Join(CheckWorkerID(w.cfg.ID), CheckLease(ttl)); err != nil {
 		return err
 	}
-	s := &share{w: w, roster: w.buckets.Workers, run: nuid.Next(), began: time.Now().UnixMilli(), ttl: w.cfg.Lease, stream: stream,
+	s := &share{w: w, roster: w.buckets.Workers, run: nuid.Next(), began: time.Now().UnixMilli(), ttl: ttl, stream: stream,
 		seen: map[string]sighting{}, told: map[string]bool{}, wake: make(chan struct{}, 1), left: make(chan struct{})}
 	if w.share != nil { // started again
 		s.address.Store(w.share.address.Load())

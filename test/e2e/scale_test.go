@@ -1,352 +1,219 @@
 package e2e_test
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
-	"maps"
-	"slices"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
 	"palimpsest/test/e2e/harness"
 )
 
-// scaleLease is the lease of the workers on a single server; scaleNoise is what a loaded machine
-// may add to the time of a take-over.
-const (
-	scaleLease = 2 * time.Second
-	scaleNoise = 3 * time.Second
-)
-
-// load is a number of sessions that grow side by side until it is stopped.
-type load struct {
-	t      *testing.T
-	name   string
-	last   []atomic.Int64 // by session, the last acknowledged seq; -1 for none
-	stop   context.CancelFunc
-	wg     sync.WaitGroup
-	events atomic.Int64
+// scale says how large a fleet is. PALIMPSEST_SCALE=SESSIONS,EVENTS,GOMEMLIMIT sets it.
+type scale struct {
+	sessions, events int
+	memory           string // GOMEMLIMIT of the projector
 }
 
-// startLoad lets writers append scripts, each to sessions of its own, at a pace that leaves the
-// machine some time.
-func startLoad(t *testing.T, client *harness.Client, name string, sessions, writers int) *load {
+func theScale(t *testing.T) scale {
 	t.Helper()
-	ctx, stop := context.WithCancel(t.Context())
-	l := &load{t: t, name: name, last: make([]atomic.Int64, sessions), stop: stop}
-	for w := range writers {
-		l.wg.Go(func() {
-			pace := time.NewTicker(20 * time.Millisecond)
-			defer pace.Stop()
-			scripts := make([]*harness.Script, sessions)
-			for i := range scripts {
-				l.last[i].CompareAndSwap(0, -1)
-				scripts[i] = harness.NewScript(uint64(i), 60)
-			}
-			for {
-				for i := w; i < sessions; i += writers {
-					select {
-					case <-pace.C:
-					case <-ctx.Done():
-						return
-					}
-					// Not bound by ctx: what was sent is waited for.
-					r, err := client.AppendEvents(t.Context(), l.session(i), scripts[i].Next(3))
-					if err != nil {
-						t.Errorf("append to %s: %v", l.session(i), err)
-						return
-					}
-					l.last[i].Store(r.LastSeq)
-					l.events.Add(3)
-				}
-			}
-		})
-	}
-	t.Cleanup(l.end)
-	return l
-}
-
-func (l *load) session(i int) string { return fmt.Sprintf("%s-%02d", l.name, i) }
-
-// end stops the writers and waits for them. It tolerates a second call.
-func (l *load) end() {
-	l.stop()
-	l.wg.Wait()
-}
-
-// goOn waits until so many more events were appended.
-func (l *load) goOn(events int64) {
-	l.t.Helper()
-	if harness.Long() {
-		events *= 20
-	}
-	target := l.events.Load() + events
-	harness.Until(l.t, 2*time.Minute, fmt.Sprintf("%d more events appended", events), func() error {
-		if n := l.events.Load(); n < target {
-			return fmt.Errorf("%d so far", n)
+	s := scale{sessions: 300, events: 9000, memory: "128MiB"}
+	if v := os.Getenv("PALIMPSEST_SCALE"); v != "" {
+		parts := strings.Split(v, ",")
+		if len(parts) != 3 {
+			t.Fatalf("PALIMPSEST_SCALE: expected SESSIONS,EVENTS,GOMEMLIMIT, found %q", v)
 		}
-		return nil
-	})
-}
-
-// check holds every session to a sequential fold of its log: in the buckets, and as it is served.
-func (l *load) check(natsURL string, reader *harness.Client) {
-	l.t.Helper()
-	log := harness.OpenLog(l.t, natsURL)
-	for i := range l.last {
-		last := l.last[i].Load()
-		if last < 0 {
-			l.t.Errorf("%s: nothing was appended", l.session(i))
-			continue
+		var err error
+		if s.sessions, err = strconv.Atoi(parts[0]); err != nil {
+			t.Fatal(err)
 		}
-		if err := matchesFold(l.t.Context(), reader, l.session(i), last); err != nil {
-			l.t.Errorf("%s: %v", l.session(i), err)
+		if s.events, err = strconv.Atoi(parts[1]); err != nil {
+			t.Fatal(err)
 		}
-		if err := headMatchesLog(l.t.Context(), log, l.session(i)); err != nil {
-			l.t.Errorf("%s: %v", l.session(i), err)
-		}
+		s.memory = parts[2]
 	}
-	verifyAll(l.t, natsURL)
-}
-
-// shared waits until the partitions are shared among these workers and nobody else, none with
-// more than its share, and answers how long that took.
-func shared(t *testing.T, ask *harness.Client, limit time.Duration, ids ...string) time.Duration {
-	t.Helper()
-	begin := time.Now()
-	most := (harness.Partitions + len(ids) - 1) / len(ids)
-	slices.Sort(ids)
-	harness.Until(t, limit, fmt.Sprintf("all partitions at %v, at most %d each", ids, most), func() error {
-		w, err := ask.Workers(t.Context())
-		if err != nil {
-			return err
-		}
-		loads := w.Loads()
-		total := 0
-		for _, n := range loads {
-			total += n
-			if n > most {
-				return fmt.Errorf("%v", loads)
-			}
-		}
-		if got := slices.Sorted(maps.Keys(loads)); total != harness.Partitions || !slices.Equal(got, ids) {
-			return fmt.Errorf("%v", loads)
-		}
-		return nil
-	})
-	w, err := ask.Workers(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	took := time.Since(begin)
-	t.Logf("partitions at %v after %v: %v", ids, took.Round(time.Millisecond), w.Loads())
-	return took
-}
-
-// counted adds up a counter of several projectors.
-func counted(t *testing.T, name string, of ...*harness.Process) (sum float64) {
-	t.Helper()
-	for _, p := range of {
-		n, err := p.Client().Metric(t.Context(), "palimpsest_projector_"+name)
-		if err != nil {
-			t.Error(err)
-		}
-		sum += n
-	}
-	return sum
-}
-
-// Workers come and go in every way while events come in: killed, frozen beyond their leases,
-// added, drained. All heads must be right in the end, and the partitions evenly shared after
-// each step.
-func TestScaleWorkersComeAndGoUnderLoad(t *testing.T) {
-	t.Parallel()
-	appender := harness.Appender{Invariants: "enforce"}.Start(t)
-	begin := func(id string) *harness.Process {
-		return harness.Projector{NATS: appender.NATS, ID: id, Lease: scaleLease}.Start(t)
-	}
-	w1, w2, w3 := begin("w1"), begin("w2"), begin("w3")
-	l := startLoad(t, appender.Client(), "scaled", 24, 4)
-	ask := w3.Client()
-	shared(t, ask, 20*time.Second, "w1", "w2", "w3")
-	l.goOn(500)
-
-	w1.Kill()
-	if took := shared(t, ask, 20*time.Second, "w2", "w3"); took > 2*scaleLease+scaleNoise {
-		t.Errorf("what a killed worker had was taken over after %v, with leases of %v", took, scaleLease)
-	}
-	l.goOn(300)
-
-	if err := w2.Signal(syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
-	frozen := time.NewTimer(6 * time.Second)
-	defer frozen.Stop()
-	if took := shared(t, ask, 20*time.Second, "w3"); took > 2*scaleLease+scaleNoise {
-		t.Errorf("what a frozen worker had was taken over after %v, with leases of %v", took, scaleLease)
-	}
-	<-frozen.C
-	if err := w2.Signal(syscall.SIGCONT); err != nil {
-		t.Fatal(err)
-	}
-	shared(t, ask, 20*time.Second, "w2", "w3")
-	if n := counted(t, "leases_lost_total", w2); n == 0 {
-		t.Error("a worker that slept through its leases has not noticed")
-	}
-	l.goOn(300)
-
-	w4 := begin("w4")
-	shared(t, ask, 20*time.Second, "w2", "w3", "w4")
-	l.goOn(300)
-
-	before := counted(t, "stale_writes_refused_total", w2, w4)
-	w3.Term(t)
-	// Freed, not run out: a drain costs the readers no lease.
-	if took := shared(t, w4.Client(), 20*time.Second, "w2", "w4"); took > scaleLease+scaleNoise {
-		t.Errorf("what a drained worker had was taken over after %v", took)
-	}
-	l.goOn(300)
-	l.end()
-	l.check(appender.NATS, w4.Client())
-	if after := counted(t, "stale_writes_refused_total", w2, w4); after != before {
-		t.Logf("%v writes were refused around the drain", after-before)
-	}
-	t.Logf("%d events; refused stale writes: w2 %v, w4 %v; leases lost by w2: %v", l.events.Load(),
-		counted(t, "stale_writes_refused_total", w2), counted(t, "stale_writes_refused_total", w4), counted(t, "leases_lost_total", w2))
-	harness.Until(t, 10*time.Second, "all caught up", func() error {
-		w, err := w2.Client().Workers(t.Context())
-		if err == nil && (!w.CaughtUp || len(w.Unowned) > 0) {
-			err = fmt.Errorf("%+v", w)
-		}
-		return err
-	})
-	if r := harness.Run(t, "projector", "status", "--nats", appender.NATS); r.Code != 0 {
-		t.Errorf("projector status: exit code %d\n%s", r.Code, r.Output())
-	}
-}
-
-// survivors are writers that go on whatever happens to what is between them and the log.
-type survivors struct {
-	all   []*survivor
-	count atomic.Int64
-	end   func()
-}
-
-func startSurvivors(t *testing.T, client func() *harness.Client, n int) *survivors {
-	t.Helper()
-	ctx, cancel := context.WithCancel(t.Context())
-	s := &survivors{}
-	var wg sync.WaitGroup
-	for i := range n {
-		w := &survivor{session: fmt.Sprintf("own-%02d", i), name: fmt.Sprintf("w%02d", i), insists: true, acknowledged: map[string]int64{}, unknown: map[string]bool{}}
-		s.all = append(s.all, w)
-		c := client()
-		wg.Go(func() {
-			if err := w.write(ctx, c, &s.count); err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	s.end = func() {
-		cancel()
-		wg.Wait()
-	}
-	t.Cleanup(s.end)
 	return s
 }
 
-func (s *survivors) reach(t *testing.T, more int64) {
-	t.Helper()
-	if harness.Long() {
-		more *= 10
-	}
-	target := s.count.Load() + more
-	harness.Until(t, 3*time.Minute, fmt.Sprintf("%d more events acknowledged", more), func() error {
-		if n := s.count.Load(); n < target {
-			return fmt.Errorf("%d of %d", n, target)
-		}
-		return nil
-	})
-}
+// perCommit is how many events of the fleet are appended at a time.
+const perCommit = 10
 
-// check holds what was acknowledged against the log, and the heads against a fold of it.
-func (s *survivors) check(t *testing.T, natsURL string, reader *harness.Client) {
-	t.Helper()
-	log := harness.OpenLog(t, natsURL)
-	for _, w := range s.all {
-		last, err := holdsAcknowledged(t.Context(), log, w.session, []*survivor{w})
-		if err == nil {
-			err = matchesFold(t.Context(), reader, w.session, last)
-		}
-		if err == nil {
-			err = headMatchesLog(t.Context(), log, w.session)
-		}
-		if err != nil {
-			t.Errorf("%s: %v", w.session, err)
-		}
-	}
-	verifyAll(t, natsURL)
-}
-
-// A server that dies and comes back with all leases on its disk must not leave the workers
-// waiting for each other, and what they say about the time without it must go.
-func TestScaleServerRestartedUnderLoad(t *testing.T) {
+// A fleet is projected within a memory limit, whatever its size, and folded anew into another bucket
+// while appends and reads go on: no read fails, and the result is that of a fresh fold.
+func TestAFleetIsProjectedAndRebuilt(t *testing.T) {
 	t.Parallel()
-	options := harness.Appender{Data: t.TempDir(), Invariants: "enforce"}
-	appender := options.Start(t)
-	options.Listen, options.NATSListen = harness.HostPort(appender.HTTP), harness.HostPort(appender.NATS)
-	w1 := harness.Projector{NATS: appender.NATS, ID: "w1", Lease: scaleLease}.Start(t)
-	w2 := harness.Projector{NATS: appender.NATS, ID: "w2", Lease: scaleLease}.Start(t)
-	s := startSurvivors(t, appender.Client, 8)
-	shared(t, w1.Client(), 20*time.Second, "w1", "w2")
-	for range 2 {
-		s.reach(t, 200)
-		appender.Kill()
-		appender = options.Start(t)
-	}
-	s.reach(t, 200)
-	shared(t, w2.Client(), 30*time.Second, "w1", "w2")
-	s.end()
-	s.check(t, appender.NATS, w1.Client())
-	for _, w := range []*harness.Process{w1, w2} {
-		harness.Until(t, 20*time.Second, "no error is left", func() error {
-			st, err := w.Client().Workers(t.Context())
-			for _, p := range st.Partitions {
-				if p.Error != "" {
-					err = fmt.Errorf("partition %d: %s", p.Partition, p.Error)
+	s := theScale(t)
+	appender := harness.Appender{Data: t.TempDir()}.Start(t)
+	client := appender.Client()
+	name := func(i int) string { return fmt.Sprintf("fleet-%06d", i) }
+
+	began := time.Now()
+	var turn atomic.Int64
+	rounds := s.events / s.sessions / perCommit
+	var fill sync.WaitGroup
+	for range 16 {
+		fill.Go(func() {
+			for {
+				n := int(turn.Add(1)) - 1
+				if n >= rounds*s.sessions {
+					return
+				}
+				i, round := n%s.sessions, n/s.sessions
+				if err := appendLines(t.Context(), client, name(i), fleetLines(i, round)); err != nil {
+					t.Errorf("append to %s: %v", name(i), err)
+					return
 				}
 			}
-			return err
 		})
 	}
-	t.Logf("%d events; refused stale writes %v, leases lost %v", s.count.Load(), counted(t, "stale_writes_refused_total", w1, w2), counted(t, "leases_lost_total", w1, w2))
+	fill.Wait()
+	total := rounds * s.sessions * perCommit
+	t.Logf("%d events in %d sessions appended in %.1f s", total, s.sessions, time.Since(began).Seconds())
+	if t.Failed() {
+		return
+	}
+
+	began = time.Now()
+	projector := harness.Projector{NATS: appender.NATS, Env: []string{"GOMEMLIMIT=" + s.memory}, Args: []string{"--cache-bytes", strconv.Itoa(cacheFor(t, s.memory))}}.Start(t)
+	reader := projector.Client()
+	var most int
+	var curve []string
+	next := began
+	harness.Until(t, 30*time.Minute, "the fleet is projected", func() error {
+		if rss, ok := projector.RSS(); ok {
+			most = max(most, rss)
+			if time.Now().After(next) {
+				curve = append(curve, fmt.Sprint(rss>>20))
+				next = time.Now().Add(5 * time.Second)
+			}
+		}
+		return caughtUp(t.Context(), reader)
+	})
+	t.Logf("projected in %.1f s with GOMEMLIMIT=%s; resident memory at most %d MiB; each 5 s, in MiB: %s", time.Since(began).Seconds(), s.memory, most>>20, strings.Join(curve, " "))
+
+	// Appends and reads go on while everything is folded anew.
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	var busy sync.WaitGroup
+	var appends, reads atomic.Int64
+	busy.Go(func() {
+		pause := time.NewTicker(5 * time.Millisecond)
+		defer pause.Stop()
+		for n := 0; ctx.Err() == nil; n++ {
+			i := n % s.sessions
+			if err := appendLines(ctx, client, name(i), fleetLines(i, rounds+n/s.sessions)); err != nil && ctx.Err() == nil {
+				t.Errorf("append during the rebuild: %v", err)
+			}
+			appends.Add(1)
+			select {
+			case <-pause.C:
+			case <-ctx.Done():
+			}
+		}
+	})
+	for w := range 4 {
+		busy.Go(func() {
+			random := rand.New(rand.NewPCG(1, uint64(w)))
+			seen := map[string]int64{}
+			for ctx.Err() == nil {
+				id := name(random.IntN(s.sessions))
+				m, err := reader.Messages(ctx, id)
+				switch {
+				case ctx.Err() != nil:
+				case err != nil:
+					t.Errorf("read during the rebuild: %v", err)
+				case m.Seq < seen[id]:
+					t.Errorf("%s was read at seq %d after seq %d", id, m.Seq, seen[id])
+				default:
+					seen[id] = m.Seq
+				}
+				reads.Add(1)
+			}
+		})
+	}
+	began = time.Now()
+	r := harness.RunFor(t, time.Hour, "projector", "rebuild", "--json", "--nats", appender.NATS)
+	took := time.Since(began)
+	stop()
+	busy.Wait()
+	var report struct {
+		To             struct{ Bucket string }
+		Events         int
+		Seconds        float64
+		Followed       bool
+		Commits, Heads int
+	}
+	if err := json.Unmarshal([]byte(r.Stdout), &report); r.Code != 0 || err != nil {
+		t.Fatalf("rebuild: exit code %d, %v\n%s", r.Code, err, r.Output())
+	}
+	t.Logf("rebuilt in %.1f s (switched after %.1f s): %d events, %d heads written; meanwhile %d appends of %d events and %d reads", took.Seconds(), report.Seconds, report.Events, report.Heads, appends.Load(), perCommit, reads.Load())
+	if report.Events < total || report.To.Bucket != "SURFACES_2" || !report.Followed || appends.Load() == 0 || reads.Load() == 0 {
+		t.Errorf("%+v", report)
+	}
+	harness.Until(t, 10*time.Minute, "the projector goes on in the new bucket", func() error { return caughtUp(t.Context(), reader) })
+	began = time.Now()
+	verifyAll(t, appender.NATS)
+	t.Logf("verified in %.1f s", time.Since(began).Seconds())
+	if r := harness.Run(t, "projector", "rebuild", "--drop-previous", "--nats", appender.NATS); r.Code != 0 || !strings.Contains(r.Stdout, "SURFACES") {
+		t.Errorf("drop: exit code %d\n%s", r.Code, r.Output())
+	}
+	if _, err := reader.Messages(t.Context(), name(0)); err != nil {
+		t.Errorf("read after the old bucket was dropped: %v", err)
+	}
 }
 
-// On a cluster of three servers the server that leads the log's stream dies, twice.
-func TestScaleClusterLosesItsLeader(t *testing.T) {
-	t.Parallel()
-	cluster := harness.StartCluster(t)
-	appender := harness.Appender{NATS: cluster.URL, Invariants: "enforce", Replicas: 3}.Start(t)
-	w1 := harness.Projector{NATS: cluster.URL, ID: "w1", Replicas: 3}.Start(t)
-	w2 := harness.Projector{NATS: cluster.URL, ID: "w2", Replicas: 3}.Start(t)
-	s := startSurvivors(t, appender.Client, 6)
-	shared(t, w1.Client(), time.Minute, "w1", "w2")
-	for range 2 {
-		s.reach(t, 60)
-		leader := cluster.Leader(t)
-		cluster.Kill(leader)
-		begin := time.Now()
-		s.reach(t, 20)
-		t.Logf("the leader %s was killed; appends went on after %v", leader, time.Since(begin).Round(time.Millisecond))
-		cluster.Up(t, leader)
+// cacheFor is a quarter of a memory limit in MiB: what else a projector needs is documented.
+func cacheFor(t *testing.T, memory string) int {
+	t.Helper()
+	n, err := strconv.Atoi(strings.TrimSuffix(memory, "MiB"))
+	if err != nil {
+		t.Fatalf("PALIMPSEST_SCALE: expected a GOMEMLIMIT in MiB, found %q", memory)
 	}
-	s.reach(t, 60)
-	cluster.Leader(t)
-	shared(t, w2.Client(), time.Minute, "w1", "w2")
-	s.end()
-	s.check(t, cluster.URL, w1.Client())
-	t.Logf("%d events; refused stale writes %v, leases lost %v", s.count.Load(), counted(t, "stale_writes_refused_total", w1, w2), counted(t, "leases_lost_total", w1, w2))
+	return n << 20 / 4
+}
+
+// fleetLines are the events of one commit: four in ten are on the surface.
+func fleetLines(session, round int) []byte {
+	var b bytes.Buffer
+	pad := strings.Repeat("x", 380)
+	for i := range perCommit {
+		if i%5 < 2 {
+			fmt.Fprintf(&b, `{"type":"user/message","surfaceOp":"append","data":{"id":"m%d-%d","role":"user","source":{"kind":"user"},"content":[{"type":"text","text":"%s"}]}}`+"\n", round, i, pad)
+		} else {
+			fmt.Fprintf(&b, `{"type":"assistant/chunk","data":{"turn":1,"step":1,"text":"%s","n":%d}}`+"\n", pad, session)
+		}
+	}
+	return b.Bytes()
+}
+
+func appendLines(ctx context.Context, c *harness.Client, session string, lines []byte) error {
+	a, err := c.Do(ctx, "POST", harness.SessionPath(session, "/events"), lines, harness.ContentType("application/x-ndjson"))
+	if err == nil && a.Status != 201 {
+		err = fmt.Errorf("status %d: %s", a.Status, a.Body)
+	}
+	return err
+}
+
+// caughtUp says why a projector has not projected all that is in the log.
+func caughtUp(ctx context.Context, c *harness.Client) error {
+	a, err := c.Do(ctx, "GET", "/v1/status", nil)
+	if err != nil {
+		return err
+	}
+	var st struct{ CaughtUp bool }
+	if err := json.Unmarshal(a.Body, &st); err != nil {
+		return fmt.Errorf("status %d: %s", a.Status, a.Body)
+	}
+	if !st.CaughtUp {
+		return fmt.Errorf("%.300s", a.Body)
+	}
+	return nil
 }

@@ -84,7 +84,7 @@ type Projector struct {
 // Start runs the projector until the test ends and waits until it is ready.
 func (p Projector) Start(t testing.TB) *Process {
 	t.Helper()
-	args := append([]string{"serve", "--listen", or(p.Listen, "127.0.0.1:0"), "--nats", p.NATS}, p.Args...)
+	args := []string{"serve", "--listen", or(p.Listen, "127.0.0.1:0"), "--nats", p.NATS}
 	if p.ID != "" {
 		args = append(args, "--id", p.ID)
 	}
@@ -94,7 +94,7 @@ func (p Projector) Start(t testing.TB) *Process {
 	if p.Replicas != 0 {
 		args = append(args, "--replicas", strconv.Itoa(p.Replicas))
 	}
-	return startWith(t, p.Env, "projector", args...)
+	return startWith(t, p.Env, "projector", append(args, p.Args...)...)
 }
 
 func or(s, fallback string) string {
