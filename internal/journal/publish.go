@@ -61,15 +61,12 @@ func (e *apiError) Error() string {
 //     commit may be published again at any time.
 //   - *events.Error of another code, or ctx's error before anything was sent: not stored.
 func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (duplicate bool, err error) {
-	msg := &nats.Msg{Subject: j.Subject(c.Session), Header: c.Header(), Data: c.Body}
-	msg.Header[nats.ExpectedLastSubjSeqHdr] = []string{strconv.FormatUint(after, 10)}
-	msg.Header[nats.MsgIdHdr] = []string{c.ID}
 	conn := j.acks[int(j.next.Add(1))%len(j.acks)]
 
 	if err := ctx.Err(); err != nil {
 		return false, err
 	}
-	seq, dup, err := j.publishOnce(conn, msg, c)
+	seq, dup, err := j.publishOnce(conn, c, after)
 	if err == nil {
 		c.StreamSeq = seq
 		return dup, nil
@@ -81,7 +78,7 @@ func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (
 	conflicts := 0
 	for attempt, pause := 0, 50*time.Millisecond; ; attempt++ {
 		if attempt > 0 {
-			if seq, dup, err = j.publishOnce(conn, msg, c); err == nil {
+			if seq, dup, err = j.publishOnce(conn, c, after); err == nil {
 				c.StreamSeq = seq
 				return dup, nil
 			}
@@ -152,13 +149,16 @@ func isConflict(err error) bool {
 	return errors.As(err, &api) && (api.ErrCode == errWrongLastSeq || api.ErrCode == errWrongLastSeqConstant)
 }
 
-// publishOnce sends the message and waits for its ack.
-func (j *Journal) publishOnce(conn *acks, msg *nats.Msg, c *events.Commit) (seq uint64, dup bool, err error) {
+// publishOnce sends the commit and waits for its ack.
+func (j *Journal) publishOnce(conn *acks, c *events.Commit, after uint64) (seq uint64, dup bool, err error) {
 	if j.Faults.BeforePublish != nil {
 		if err := j.Faults.BeforePublish(c); err != nil {
 			return 0, false, err
 		}
 	}
+	msg := &nats.Msg{Subject: j.Subject(c.Session), Header: c.Header(), Data: c.Body}
+	msg.Header[nats.ExpectedLastSubjSeqHdr] = []string{strconv.FormatUint(after, 10)}
+	msg.Header[nats.MsgIdHdr] = []string{c.ID}
 	resp, err := conn.send(msg, j.cfg.PublishTimeout)
 	if err == nil {
 		seq, dup, err = parseAck(resp.Data)
