@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -149,6 +150,26 @@ func isConflict(err error) bool {
 	return errors.As(err, &api) && (api.ErrCode == errWrongLastSeq || api.ErrCode == errWrongLastSeqConstant)
 }
 
+// message carries a commit to the server, and then another.
+type message struct {
+	nats.Msg
+	header    *events.CommitHeader
+	id, after [1]string
+}
+
+var messages = sync.Pool{New: func() any {
+	m := &message{header: events.NewCommitHeader()}
+	m.Header = m.header.Header
+	m.Header[nats.MsgIdHdr], m.Header[nats.ExpectedLastSubjSeqHdr] = m.id[:], m.after[:]
+	return m
+}}
+
+func (m *message) fill(c *events.Commit, after uint64) {
+	m.header.Fill(c)
+	m.id[0], m.after[0] = c.ID, strconv.FormatUint(after, 10)
+	m.Data = c.Body
+}
+
 // publishOnce sends the commit and waits for its ack.
 func (j *Journal) publishOnce(conn *acks, c *events.Commit, after uint64) (seq uint64, dup bool, err error) {
 	if j.Faults.BeforePublish != nil {
@@ -156,11 +177,12 @@ func (j *Journal) publishOnce(conn *acks, c *events.Commit, after uint64) (seq u
 			return 0, false, err
 		}
 	}
-	msg := &nats.Msg{Subject: j.Subject(c.Session), Header: c.Header(), Data: c.Body}
-	msg.Header[nats.ExpectedLastSubjSeqHdr] = []string{strconv.FormatUint(after, 10)}
-	msg.Header[nats.MsgIdHdr] = []string{c.ID}
-	resp, err := conn.send(msg, j.cfg.PublishTimeout)
+	m := messages.Get().(*message)
+	m.fill(c, after)
+	m.Subject = j.Subject(c.Session)
+	resp, err := conn.send(&m.Msg, j.cfg.PublishTimeout)
 	if err == nil {
+		messages.Put(m) // a message without an answer may still be in use
 		seq, dup, err = parseAck(resp.Data)
 	}
 	if j.Faults.AfterPublish != nil {
