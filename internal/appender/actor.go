@@ -32,18 +32,23 @@ type work struct {
 	inspect func(*actor) // looks at the state instead of appending
 	size    int          // bytes of Events
 
-	// Set by the actor before it closes done.
-	receipt *Receipt
-	err     error
-	done    chan struct{}
+	share share // what it is of the commit that is being made
+
+	// Set by the actor when the work is finished.
+	receipt  *Receipt
+	err      error
+	finished bool
+	done     chan struct{} // closed then; nil when the caller itself is the actor
 }
 
 // solitary work does not share a commit.
 func (w *work) solitary() bool { return w.inspect != nil || w.derive != nil }
 
 func (w *work) finish(r *Receipt, err error) {
-	w.receipt, w.err = r, err
-	close(w.done)
+	w.receipt, w.err, w.finished = r, err, true
+	if w.done != nil {
+		close(w.done)
+	}
 }
 
 // actor is one session's state and the appends that wait for it. Its queue, busy, place and
@@ -107,9 +112,7 @@ func (s *actor) work(group []*work) {
 		s.a.cfg.Logger.Error("panic in an append", "session", s.id, "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
 		s.state = nil
 		for _, w := range group {
-			select {
-			case <-w.done:
-			default:
+			if !w.finished {
 				w.finish(nil, &events.Error{Code: events.CodeInternal, Session: s.id, Detail: "the appender made a mistake; it is in its log. Whether the events were stored is not known"})
 			}
 		}
@@ -147,8 +150,8 @@ func (s *actor) askForTurn() {
 
 // do carries out one group of work: what becomes one commit, or a single look at the state.
 func (s *actor) do(group []*work) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(group[0].ctx), s.a.cfg.LoadTimeout)
-	defer cancel()
+	ctx := withDeadline(group[0].ctx, s.a.cfg.LoadTimeout)
+	defer ctx.end()
 	fresh := s.state == nil // as new as the log's end when it was loaded just now
 	if fresh {
 		if err := s.reload(ctx); err != nil {
@@ -270,18 +273,20 @@ func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, 
 		return nil
 	}
 	dup, err := s.a.log.Publish(ctx, c, s.state.StreamSeq)
-	var conflict *journal.ConflictError
-	switch {
-	case err == nil:
+	if err == nil {
 		batch.Commit(c)
 		s.keys.add(c)
 		s.a.stats.Commits.Add(1)
 		s.a.stats.Events.Add(int64(c.Last - c.First + 1))
+		digest := c.Digest.String()
 		for _, sh := range in {
 			s.report(sh)
-			sh.w.finish(&Receipt{Session: s.id, FirstSeq: sh.first, LastSeq: sh.last, Commit: c.ID, Duplicate: dup, Digest: c.Digest.String(), Violations: sh.violations, Warnings: sh.warnings}, nil)
+			sh.w.finish(&Receipt{Session: s.id, FirstSeq: sh.first, LastSeq: sh.last, Commit: c.ID, Duplicate: dup, Digest: digest, Violations: sh.violations, Warnings: sh.warnings}, nil)
 		}
 		return nil
+	}
+	var conflict *journal.ConflictError
+	switch {
 	case errors.As(err, &conflict):
 		s.a.stats.Conflicts.Add(1)
 		batch.Rollback()
@@ -368,6 +373,9 @@ func isOurs(err error) bool {
 
 // judged reports whether an error depends on what the session's log holds.
 func judged(err error) bool {
+	if err == nil {
+		return false
+	}
 	var e *events.Error
 	if !errors.As(err, &e) {
 		return false
@@ -402,7 +410,8 @@ func (s *actor) plan(ctx context.Context, batch *session.Batch, w *work) (*share
 		}
 	}
 	at := batch.Mark()
-	sh := &share{w: w, first: s.state.Next}
+	sh := &w.share
+	*sh = share{w: w, first: s.state.Next}
 	seen := len(batch.Violations())
 	size := events.KeyReserve(w.Key)
 	for i := range len(raws) + len(w.Parsed) {
@@ -452,12 +461,13 @@ func (s *actor) fence(w *work) error {
 	if w.takesFence {
 		return nil
 	}
-	current := s.state.Epoch()
 	switch {
-	case w.Epoch != nil && *w.Epoch != current:
+	case w.Epoch != nil && *w.Epoch != s.state.Epoch():
+		current := s.state.Epoch()
 		return &events.Error{Code: events.CodeFenced, Session: s.id, Epoch: &current,
 			Detail: fmt.Sprintf("the writer's epoch is %d, the session is at epoch %d; stop writing, or become its writer anew", *w.Epoch, current)}
 	case w.Epoch == nil && w.Expected == nil && s.state.Writer != nil:
+		current := s.state.Epoch()
 		return &events.Error{Code: events.CodeFenced, Session: s.id, Epoch: &current,
 			Detail: fmt.Sprintf("the session has a writer (%q, epoch %d); an append needs its epoch or an expectedSeq", s.state.Writer.ID, current)}
 	}
@@ -515,6 +525,9 @@ func (s *actor) event(w *work, raws [][]byte, i int) (*events.Event, error) {
 func (s *actor) add(ctx context.Context, batch *session.Batch, e *events.Event) error {
 	for {
 		err := batch.Add(e)
+		if err == nil {
+			return nil
+		}
 		var missing *surface.MissingError
 		if !errors.As(err, &missing) {
 			return err

@@ -180,8 +180,12 @@ func readEnvelope(raw []byte, members []member) (env envelope, problem string) {
 			*slot = m.val
 		}
 	}
-	name, ok := text(typ)
-	env.typ = []byte(name)
+	ok := isText(typ)
+	if ok {
+		if env.typ = typ[1 : len(typ)-1]; bytes.IndexByte(env.typ, '\\') >= 0 {
+			env.typ = unescape(nil, env.typ)
+		}
+	}
 	switch {
 	case typ == nil:
 		note("type is missing")

@@ -14,6 +14,9 @@ type Batch struct {
 	plans      []Plan
 	marks      []mark
 	violations []*events.Error
+
+	onePlan [1]Plan // where plans and marks begin: most batches are one event
+	oneMark [1]mark
 }
 
 // mark is what Rewind needs beside the surface's own undo.
@@ -23,19 +26,23 @@ type mark struct {
 	time, logBytes    int64
 	digest            events.Digest
 	writer            *Writer
-	life              *lifecycle.State
+	life              lifecycle.State
 }
 
 // Begin starts a batch.
 func (s *State) Begin(mode lifecycle.Mode) *Batch {
 	b := &Batch{s: s, mode: mode}
+	b.plans, b.marks = b.onePlan[:0], b.oneMark[:0]
 	b.Mark()
 	return b
 }
 
 // Mark notes the present point and returns it for Rewind: what follows is one caller's.
 func (b *Batch) Mark() int {
-	b.marks = append(b.marks, mark{len(b.plans), len(b.violations), b.s.Next, b.s.Time, b.s.LogBytes, b.s.Digest, b.s.Writer, b.s.Life.Clone()})
+	if last := len(b.marks) - 1; last >= 0 && b.marks[last].plans == len(b.plans) {
+		return last // nothing was added since
+	}
+	b.marks = append(b.marks, mark{len(b.plans), len(b.violations), b.s.Next, b.s.Time, b.s.LogBytes, b.s.Digest, b.s.Writer, *b.s.Life.Clone()})
 	return len(b.marks) - 1
 }
 
