@@ -201,6 +201,7 @@ func (s *actor) reload(ctx context.Context) error {
 // again: the others were first, and the state knows of theirs now.
 func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*work) {
 	batch := s.state.Begin(s.a.cfg.Invariants)
+	batch.Reserve(linesOf(group))
 	var in []*share
 	for i, w := range group {
 		if in != nil && w.Key != "" && sharesKey(in, w.Key) {
@@ -247,6 +248,19 @@ func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*w
 		return again
 	}
 	return append(s.publish(ctx, batch, in, fresh), again...)
+}
+
+// linesOf is how many bytes the lines of a group will have at most, or little more.
+func linesOf(group []*work) (n int) {
+	for _, w := range group {
+		for _, raw := range w.Events {
+			n += len(raw) + lineReserve
+		}
+		for _, e := range w.Parsed {
+			n += len(e.Line) + 1
+		}
+	}
+	return n
 }
 
 // publish stores the batch as one commit and answers the callers whose shares it holds. It
@@ -415,7 +429,7 @@ func (s *actor) plan(ctx context.Context, batch *session.Batch, w *work) (*share
 	seen := len(batch.Violations())
 	size := events.KeyReserve(w.Key)
 	for i := range len(raws) + len(w.Parsed) {
-		e, err := s.event(w, raws, i)
+		e, err := s.event(w, raws, i, batch.Room())
 		if err == nil {
 			err = s.add(ctx, batch, e)
 		}
@@ -500,13 +514,13 @@ func (s *actor) near(who string, have, most int64, unit string) []string {
 }
 
 // event makes the i-th event of a request, for the session's next seq.
-func (s *actor) event(w *work, raws [][]byte, i int) (*events.Event, error) {
+func (s *actor) event(w *work, raws [][]byte, i int, room []byte) (*events.Event, error) {
 	if raws == nil {
 		return w.Parsed[i], nil
 	}
 	e, err := events.Parse(raws[i], events.Context{
 		Format: s.state.Format, Vocabulary: s.a.log.Vocabulary(), Next: s.state.Next,
-		Now: s.a.cfg.Now().UnixMilli(), EmptyCallID: w.EmptyCallID,
+		Now: s.a.cfg.Now().UnixMilli(), EmptyCallID: w.EmptyCallID, Room: room,
 	})
 	if err != nil {
 		return nil, err
