@@ -1,7 +1,6 @@
 package journal
 
 import (
-	"runtime"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -15,6 +14,7 @@ import (
 // the client library, which keeps a map of its own under the lock that publishing takes too.
 type acks struct {
 	conn   *nats.Conn
+	out    *Outbox
 	prefix string
 	next   atomic.Uint64
 	pool   sync.Pool // of *waiter
@@ -22,9 +22,6 @@ type acks struct {
 
 	mu  sync.Mutex
 	sub *nats.Subscription // nil until the first message is sent
-
-	out   sync.Mutex // guards queue
-	queue []outgoing // what goes to the connection next
 }
 
 type ackShard struct {
@@ -44,14 +41,9 @@ type answer struct {
 	err error
 }
 
-// outgoing is a message with the number of its sender.
-type outgoing struct {
-	msg *nats.Msg
-	id  uint64
-}
-
 func newAcks(conn *nats.Conn) *acks {
 	a := &acks{conn: conn, prefix: conn.NewInbox() + "."}
+	a.out = NewOutbox(conn, func(m *nats.Msg, err error) { a.answer(m.Reply, answer{err: err}) })
 	a.pool.New = func() any {
 		w := &waiter{ch: make(chan answer, 1), timer: time.NewTimer(time.Hour)}
 		w.timer.Stop()
@@ -82,13 +74,16 @@ func (a *acks) open() error {
 	return nil
 }
 
-func (a *acks) answered(m *nats.Msg) {
-	id, err := strconv.ParseUint(m.Subject[len(a.prefix):], 36, 64)
+func (a *acks) answered(m *nats.Msg) { a.answer(m.Subject, answer{msg: m}) }
+
+// answer hands an answer to the sender whose reply subject it came to.
+func (a *acks) answer(subject string, got answer) {
+	id, err := strconv.ParseUint(subject[len(a.prefix):], 36, 64)
 	if err != nil {
 		return // nobody of ours waits for that
 	}
 	if w := a.remove(id); w != nil {
-		w.ch <- answer{msg: m}
+		w.ch <- got
 	}
 }
 
@@ -116,7 +111,7 @@ func (a *acks) send(msg *nats.Msg, timeout time.Duration) (*nats.Msg, error) {
 	s.mu.Unlock()
 	msg.Reply = a.prefix + strconv.FormatUint(id, 36)
 	w.timer.Reset(timeout)
-	a.publish(outgoing{msg, id})
+	a.out.Publish(msg)
 	select {
 	case got := <-w.ch:
 		w.timer.Stop()
@@ -130,31 +125,5 @@ func (a *acks) send(msg *nats.Msg, timeout time.Duration) (*nats.Msg, error) {
 			a.pool.Put(w)
 		}
 		return nil, nats.ErrTimeout
-	}
-}
-
-// publish hands a message to the connection. The client wakes its flusher at the first message
-// in an empty buffer, and on a busy machine that one runs before anybody else: each message
-// would be a write of its own. So the first sender lets all go before it who are about to send
-// too, and then hands over what they left: one write, and fewer reads at the other end.
-func (a *acks) publish(o outgoing) {
-	a.out.Lock()
-	a.queue = append(a.queue, o)
-	first := len(a.queue) == 1
-	a.out.Unlock()
-	if !first {
-		return
-	}
-	runtime.Gosched()
-	a.out.Lock()
-	all := a.queue
-	a.queue = nil
-	a.out.Unlock()
-	for _, o := range all {
-		if err := a.conn.PublishMsg(o.msg); err != nil {
-			if w := a.remove(o.id); w != nil {
-				w.ch <- answer{err: err}
-			}
-		}
 	}
 }
