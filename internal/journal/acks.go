@@ -17,7 +17,8 @@ type acks struct {
 	out    *Outbox
 	prefix string
 	next   atomic.Uint64
-	pool   sync.Pool // of *waiter
+	flying atomic.Int64 // messages without an answer yet
+	pool   sync.Pool    // of *waiter
 	shards [16]ackShard
 
 	mu  sync.Mutex
@@ -103,6 +104,8 @@ func (a *acks) send(msg *nats.Msg, timeout time.Duration) (*nats.Msg, error) {
 	if err := a.open(); err != nil {
 		return nil, err
 	}
+	a.flying.Add(1)
+	defer a.flying.Add(-1)
 	id := a.next.Add(1)
 	w := a.pool.Get().(*waiter)
 	s := &a.shards[id%uint64(len(a.shards))]

@@ -90,8 +90,7 @@ type Conns struct {
 type Journal struct {
 	cfg    Config
 	conns  Conns
-	acks   []*acks       // one for each of conns.Publish
-	next   atomic.Uint64 // round robin over acks
+	acks   []*acks // one for each of conns.Publish
 	js     jetstream.JetStream
 	vocab  atomic.Pointer[events.Vocabulary]
 	Faults Faults

@@ -62,7 +62,7 @@ func (e *apiError) Error() string {
 //     commit may be published again at any time.
 //   - *events.Error of another code, or ctx's error before anything was sent: not stored.
 func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (duplicate bool, err error) {
-	conn := j.acks[int(j.next.Add(1))%len(j.acks)]
+	conn := j.conn()
 
 	if err := ctx.Err(); err != nil {
 		return false, err
@@ -123,6 +123,26 @@ func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (
 		}
 		pause = min(2*pause, time.Second)
 	}
+}
+
+// enough is how many commits in flight make a connection busy: fewer share its writes better
+// than they would run side by side.
+const enough = 64
+
+// conn returns the connection for the next publish: the first that is not busy, or else
+// whichever has least to do.
+func (j *Journal) conn() *acks {
+	least := j.acks[0]
+	for _, a := range j.acks {
+		n := a.flying.Load()
+		if n < enough {
+			return a
+		}
+		if n < least.flying.Load() {
+			least = a
+		}
+	}
+	return least
 }
 
 // definite returns the error for the caller when err says for certain that nothing was stored
