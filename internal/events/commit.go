@@ -121,14 +121,15 @@ func (h *CommitHeader) Fill(c *Commit) {
 		v[i] = percentEncode(v[i])
 	}
 	v[firstOptionalHeader+1] = c.Trace
-	h.values = v
-	for i, name := range headerNames[firstOptionalHeader:] {
-		if i += firstOptionalHeader; v[i] != "" {
-			h.Header[name] = h.values[i : i+1 : i+1]
-		} else {
-			delete(h.Header, name)
+	for i := firstOptionalHeader; i < len(v); i++ { // the map changes only when it must
+		switch had, has := h.values[i] != "", v[i] != ""; {
+		case has && !had:
+			h.Header[headerNames[i]] = h.values[i : i+1 : i+1]
+		case had && !has:
+			delete(h.Header, headerNames[i])
 		}
 	}
+	h.values = v
 }
 
 // Header returns the headers of the message that carries the commit.
