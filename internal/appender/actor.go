@@ -600,7 +600,7 @@ func (s *actor) report(sh *share) {
 // load makes the state from the session's head and the log behind it, or from the log alone.
 func (s *actor) load(ctx context.Context, h *events.Header, fromLog bool) error {
 	st := session.New(s.id, h.Format, h.Raw, surface.KeepFingerprints)
-	if !fromLog {
+	if !fromLog && s.unborn == nil {
 		snap, _, err := s.a.store.Load(ctx, s.id, surface.KeepFingerprints)
 		switch {
 		case errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}):
@@ -618,7 +618,7 @@ func (s *actor) load(ctx context.Context, h *events.Header, fromLog bool) error 
 	// The head's own commit is read too: a power cut may have taken it from an unsynced log,
 	// and others may have its place since.
 	head, found := st.StreamSeq, st.StreamSeq == 0
-	err := s.a.log.ReadToEnd(ctx, s.id, max(head, 1)-1, func(c *events.Commit) error {
+	err := s.readFrom(ctx, head, func(c *events.Commit) error {
 		if !found {
 			if found = c.StreamSeq == head && c.Chain == st.Chain; !found {
 				return errHeadUnknown
@@ -638,6 +638,26 @@ func (s *actor) load(ctx context.Context, h *events.Header, fromLog bool) error 
 		return s.load(ctx, h, true)
 	}
 	return err
+}
+
+// readFrom calls f for the commits from stream sequence head on, 0: for all. The last is looked
+// at first: nearly always it is the head's own, or there is none, and reading a batch costs more.
+func (s *actor) readFrom(ctx context.Context, head uint64, f func(*events.Commit) error) error {
+	if s.unborn != nil {
+		return nil // it has no log, as was seen when it was adopted
+	}
+	last, err := s.a.log.LeaderLast(ctx, s.id)
+	var garbage *journal.MalformedError
+	switch {
+	case errors.As(err, &garbage): // commits may lie before it
+	case err != nil:
+		return err
+	case last == nil:
+		return nil
+	case head > 0 && last.StreamSeq == head, head == 0 && s.state.Chain.NextChain(last) == last.Chain:
+		return f(last)
+	}
+	return s.a.log.ReadToEnd(ctx, s.id, max(head, 1)-1, f)
 }
 
 // errHeadUnknown says that the log does not hold the commit that a head ends with.
