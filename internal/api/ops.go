@@ -165,6 +165,9 @@ func (in *input) conditions(m map[string][]byte) (c conditions, err error) {
 		}
 		c.epoch = &n
 	}
+	if len(m) == 0 {
+		return c, nil
+	}
 	for name, into := range map[string]**events.Seq{"expectedSeq": &c.expected, "epoch": &c.epoch} {
 		n, err := seqMember(m, name)
 		if err != nil {
@@ -191,7 +194,7 @@ var traceParentPattern = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{
 
 // trace is the caller's W3C trace context, "" when it is absent or malformed.
 func (in *input) trace() string {
-	if t := in.header(headerTrace); traceParentPattern.MatchString(t) {
+	if t := in.header(headerTrace); t != "" && traceParentPattern.MatchString(t) {
 		return t
 	}
 	return ""
@@ -253,7 +256,7 @@ func (o *appends) status(ctx context.Context, in *input) (*output, error) {
 
 // stored answers a receipt.
 func stored(r *appender.Receipt, body any) *output {
-	return &output{status: http.StatusCreated, etag: fmt.Sprintf(`"%d"`, r.LastSeq+1), body: body}
+	return &output{status: http.StatusCreated, etag: `"` + (r.LastSeq + 1).String() + `"`, body: body}
 }
 
 func (o *appends) append(ctx context.Context, in *input) (*output, error) {
@@ -436,6 +439,11 @@ func readJSONBody(req *appender.Request, b []byte) (map[string][]byte, error) {
 		items, err := events.SplitArray(b)
 		req.Events = items
 		return nil, err
+	}
+	// Without the word there is no such key, unless it is spelled with escapes.
+	if !bytes.Contains(b, []byte(`"events"`)) && !bytes.Contains(b, []byte(`\u00`)) {
+		req.Events = [][]byte{b}
+		return nil, nil
 	}
 	m, err := events.SplitObject(b)
 	if err != nil && m["events"] != nil && m["type"] == nil {

@@ -15,6 +15,7 @@ import (
 
 	"palimpsest/internal/appender"
 	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
 )
 
 // ServiceConfig is a program's NATS side.
@@ -35,6 +36,7 @@ type ServiceConfig struct {
 // It is a platform.Service.
 type Services struct {
 	conn *nats.Conn
+	out  *journal.Outbox
 	name string
 	ops  []operation
 	cfg  ServiceConfig
@@ -60,7 +62,11 @@ func NewAppenderServices(conn *nats.Conn, a *appender.Appender, cfg ServiceConfi
 		cfg.Logger = slog.Default()
 	}
 	o := &appends{a}
-	return &Services{conn: conn, name: "palimpsest-appender", ops: o.operations(), cfg: cfg}
+	s := &Services{conn: conn, name: "palimpsest-appender", ops: o.operations(), cfg: cfg}
+	s.out = journal.NewOutbox(conn, func(m *nats.Msg, err error) {
+		cfg.Logger.Warn("answer could not be sent", "subject", m.Subject, "err", err)
+	})
+	return s
 }
 
 // Start begins to answer.
@@ -157,17 +163,17 @@ func (s *Services) serve(op operation, r micro.Request) {
 		s.refuse(r, err)
 		return
 	}
-	h := micro.Headers{"Content-Type": {typeJSON}, "Palimpsest-Status": {strconv.Itoa(out.status)}}
+	h := nats.Header{"Content-Type": {typeJSON}, "Palimpsest-Status": {strconv.Itoa(out.status)}}
 	if out.etag != "" {
 		h["ETag"] = []string{out.etag}
 	}
 	body, err := events.Marshal(out.body)
-	if err == nil {
-		err = r.Respond(body, micro.WithHeaders(h))
-	}
 	if err != nil {
 		s.cfg.Logger.Warn("answer could not be sent", "subject", r.Subject(), "err", err)
+		return
 	}
+	// Not with r.Respond, which counts nothing for an answer that is no error.
+	s.out.Publish(&nats.Msg{Subject: r.Reply(), Header: h, Data: body})
 }
 
 func (s *Services) answer(op operation, r micro.Request) (*output, error) {
