@@ -46,7 +46,7 @@ func projectorMetrics(w *projection.Worker) handler {
 	s := w.Stats()
 	return metricsOf("projector", map[string]*atomic.Int64{
 		"events": &s.Events, "commits": &s.Commits, "flushes": &s.Flushes, "healed": &s.Healed,
-		"moved": &s.Moved, "quarantined": &s.Quarantined, "loads": &s.Loads,
+		"moved": &s.Moved, "quarantined": &s.Quarantined, "loads": &s.Loads, "writes": &s.Writes, "written_bytes": &s.WrittenBytes,
 	}, map[string]func() float64{
 		"oldest_unflushed_seconds": w.OldestUnflushed,
 		"sessions_in_memory":       func() float64 { return float64(w.SessionsInMemory()) },

@@ -141,6 +141,18 @@ type Worker struct {
 // Stats counts what the worker did since it started.
 type Stats struct {
 	Events, Commits, Flushes, Healed, Moved, Quarantined, Loads atomic.Int64
+	// Writes are the heads and pages that were written, WrittenBytes their values.
+	Writes, WrittenBytes atomic.Int64
+}
+
+// wrote counts a flush that was written.
+func (s *Stats) wrote(f *snapshot.Flush) {
+	n := len(f.Head.Value)
+	for i := range f.Pages {
+		n += len(f.Pages[i].Value)
+	}
+	s.Writes.Add(int64(len(f.Pages)) + 1)
+	s.WrittenBytes.Add(int64(n))
 }
 
 // NewWorker returns a worker at rest. heads hears of every head that it writes.
