@@ -26,6 +26,9 @@ type Delivery struct {
 // as long as a request that nobody answers, which is no reason to keep the caller.
 const stopWait = time.Second
 
+// msgOverhead is what the server counts for a message beside its headers and body: subjects.
+const msgOverhead = 4096
+
 // Follower reads one partition in stream order. Messages may come twice after a reconnect;
 // none is left out.
 type Follower struct {
@@ -42,8 +45,12 @@ type Follower struct {
 // Follow starts reading a partition behind a stream sequence. f is called from one goroutine,
 // and while it blocks no more than a few messages are buffered. The consumer has no acks: who
 // follows remembers how far it got. failed hears of trouble that the reader does not mend itself.
+//
+// pull messages are asked for at a time, less when they come to more bytes than the largest message
+// may have, and the next ones once these are there: so what the server must hold for a connection is at
+// most that many bytes for each of its partitions, which are spread over all connections for bulk.
 func (j *Journal) Follow(ctx context.Context, partition int, after uint64, pull int, f func(Delivery), failed func(error)) (*Follower, error) {
-	cons, err := j.js.OrderedConsumer(ctx, j.cfg.Stream, jetstream.OrderedConsumerConfig{
+	cons, err := j.bulk[partition%len(j.bulk)].OrderedConsumer(ctx, j.cfg.Stream, jetstream.OrderedConsumerConfig{
 		FilterSubjects:    []string{fmt.Sprintf("%s.%d.*", j.cfg.Prefix, partition)},
 		DeliverPolicy:     jetstream.DeliverByStartSequencePolicy,
 		OptStartSeq:       after + 1,
@@ -73,7 +80,7 @@ func (j *Journal) Follow(ctx context.Context, partition int, after uint64, pull 
 			d.Session, _ = j.SessionOfSubject(m.Subject())
 		}
 		f(d)
-	}, jetstream.PullMaxMessages(pull), jetstream.ConsumeErrHandler(func(_ jetstream.ConsumeContext, err error) {
+	}, jetstream.PullMaxMessagesWithBytesLimit(pull, j.MaxCommit()+events.HeaderReserve+msgOverhead), jetstream.PullThresholdMessages(1), jetstream.ConsumeErrHandler(func(_ jetstream.ConsumeContext, err error) {
 		failed(fmt.Errorf("partition %d: %w", partition, err))
 	}))
 	if err != nil {

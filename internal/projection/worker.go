@@ -31,10 +31,8 @@ type Config struct {
 	Writes int
 	// CheckpointEvery is how often a partition's checkpoint is written. Defaults to 500 ms.
 	CheckpointEvery time.Duration
-	// Pull is how many messages of a partition are asked for at a time. Times 32 partitions,
-	// times the size of a message, it must stay well below what the server keeps pending for a
-	// connection (64 MiB on a stock server). Defaults to 64, and to fewer where messages may be
-	// large.
+	// Pull is how many messages of a partition are asked for at a time, at most: never more bytes
+	// than the largest message may have. Defaults to 256.
 	Pull int
 	// CacheBytes bounds the memory of sessions that are kept between events, over all
 	// partitions. Defaults to 512 MiB.
@@ -60,7 +58,7 @@ type Signals struct {
 	Moved        func(session string) // a head write was refused
 }
 
-func (c Config) withDefaults(maxPayload int) Config {
+func (c Config) withDefaults() Config {
 	if c.FlushAfter == 0 {
 		c.FlushAfter = 50 * time.Millisecond
 	}
@@ -74,8 +72,7 @@ func (c Config) withDefaults(maxPayload int) Config {
 		c.CheckpointEvery = 500 * time.Millisecond
 	}
 	if c.Pull == 0 {
-		// Half of a stock server's pending limit, if every message were as large as can be.
-		c.Pull = min(64, max(1, (32<<20)/max(1, maxPayload)/8))
+		c.Pull = 256
 	}
 	if c.CacheBytes == 0 {
 		c.CacheBytes = 512 << 20
@@ -157,7 +154,7 @@ func (s *Stats) wrote(f *snapshot.Flush) {
 
 // NewWorker returns a worker at rest. heads hears of every head that it writes.
 func NewWorker(j *journal.Journal, b *Buckets, heads *Heads, cfg Config) *Worker {
-	cfg = cfg.withDefaults(j.MaxCommit())
+	cfg = cfg.withDefaults()
 	return &Worker{cfg: cfg, log: j, buckets: b, heads: heads, writes: make(chan struct{}, cfg.Writes)}
 }
 
