@@ -2,9 +2,9 @@ package snapshot
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -26,8 +26,19 @@ const readTimeout = 5 * time.Second
 // tornReads is how often a reader starts over because a page went away under it.
 const tornReads = 8
 
+// DefaultPageCache is how many bytes of pages a Store keeps in memory by default.
+const DefaultPageCache = 128 << 20
+
 // Store is the bucket of snapshots. It is safe for concurrent use.
-type Store struct{ kv jetstream.KeyValue }
+type Store struct {
+	js    jetstream.JetStream
+	kv    jetstream.KeyValue
+	pages atomic.Pointer[pageCache]
+
+	// Reading, when set, hears of pages that are about to be read from the bucket, by key. It
+	// lets a test get between the reads of head and pages. Nil in production.
+	Reading func(keys []string)
+}
 
 // Open binds to the bucket, creating it when it is not there.
 func Open(ctx context.Context, js jetstream.JetStream, replicas int) (*Store, error) {
@@ -38,7 +49,9 @@ func Open(ctx context.Context, js jetstream.JetStream, replicas int) (*Store, er
 	if err != nil {
 		return nil, err
 	}
-	return &Store{kv}, nil
+	s := &Store{js: js, kv: kv}
+	s.CachePages(DefaultPageCache)
+	return s, nil
 }
 
 // KV returns the bucket itself.
@@ -90,8 +103,7 @@ func (s *Store) Load(ctx context.Context, session string, keep surface.Keep) (*S
 		}
 		index := make([]*IndexPage, len(h.Index))
 		for i, n := range h.Index {
-			index[i] = new(IndexPage)
-			if err = s.value(ctx, IndexKey(events.Token(session), n), index[i]); err != nil {
+			if index[i], err = s.indexPage(ctx, IndexKey(events.Token(session), n)); err != nil {
 				break
 			}
 		}
@@ -106,15 +118,12 @@ func (s *Store) Load(ctx context.Context, session string, keep surface.Keep) (*S
 	}
 }
 
-func (s *Store) value(ctx context.Context, key string, into any) error {
+func (s *Store) indexPage(ctx context.Context, key string) (*IndexPage, error) {
 	raw, _, err := s.get(ctx, key)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	if err := json.Unmarshal(raw, into); err != nil {
-		return &events.Error{Code: events.CodeSnapshotDamaged, Detail: fmt.Sprintf("snapshot: key %s: %v", key, err)}
-	}
-	return nil
+	return ParseIndexPage(raw, key)
 }
 
 func damagedValue(session string, err error) error {
@@ -126,20 +135,43 @@ func damagedValue(session string, err error) error {
 
 // FillPages reads pages into a snapshot. gone reports that one of them is not there (any more).
 func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (gone bool, err error) {
+	token, cache := events.Token(snap.ID), s.pages.Load()
+	cache.clearIfReconnected(s.js.Conn())
+	var missing []int64
 	for _, n := range pages {
-		var p Page
-		err := s.value(ctx, PageKey(events.Token(snap.ID), n), &p)
-		if errors.Is(err, errNoValue) {
-			return true, nil
+		if p, ok := cache.Get(PageKey(token, n)); !ok || snap.Fill(n, p.Nodes) != nil {
+			missing = append(missing, n)
 		}
-		if err != nil {
-			return false, err
+	}
+	for len(missing) > 0 {
+		some := snap.batch(missing)
+		missing = missing[len(some):]
+		if s.Reading != nil {
+			s.Reading(pageKeys(token, some))
 		}
-		if p.V != layoutVersion {
-			return false, snap.damaged("page %d: layout version: expected %d, found %d", n, layoutVersion, p.V)
-		}
-		if err := snap.Fill(n, p.Nodes); err != nil {
-			return false, err
+		read := s.readPages(ctx, token, some)
+		for _, n := range some {
+			key := PageKey(token, n)
+			raw := read[key]
+			if raw == nil { // not there, or not answered: this tells which
+				if raw, _, err = s.get(ctx, key); errors.Is(err, errNoValue) {
+					return true, nil
+				}
+			}
+			if err != nil {
+				return false, err
+			}
+			p, err := ParsePage(raw, key)
+			if err != nil {
+				return false, err
+			}
+			if p.V != layoutVersion {
+				return false, snap.damaged("page %d: layout version: expected %d, found %d", n, layoutVersion, p.V)
+			}
+			if err := snap.Fill(n, p.Nodes); err != nil {
+				return false, err
+			}
+			cache.Put(key, p, p.memory(raw))
 		}
 	}
 	return false, nil
@@ -172,7 +204,9 @@ func (s *Store) Full(ctx context.Context, session string) (*Snapshot, uint64, er
 func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error) {
 	for _, p := range f.Pages {
 		if f.Overwrite {
-			if _, err := s.kv.Put(ctx, p.Key, p.Value); err != nil {
+			_, err := s.kv.Put(ctx, p.Key, p.Value)
+			s.pages.Load().Delete(p.Key)
+			if err != nil {
 				return 0, unavailable(err)
 			}
 			continue
@@ -203,6 +237,7 @@ func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error)
 // Delete removes keys that no head refers to any more. What is gone already is no error.
 func (s *Store) Delete(ctx context.Context, keys []string) error {
 	for _, k := range keys {
+		s.pages.Load().Delete(k)
 		if err := s.kv.Purge(ctx, k); err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
 			return unavailable(err)
 		}

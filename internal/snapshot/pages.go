@@ -1,0 +1,104 @@
+package snapshot
+
+import (
+	"context"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/nats-io/nats.go"
+	"github.com/synadia-io/orbit.go/jetstreamext"
+
+	"palimpsest/internal/cache"
+)
+
+// Pages that are read with one request, at most: so many, and so many bytes of their events'
+// data, unless one alone has more.
+const (
+	batchPages = 128
+	batchBytes = 4 << 20
+)
+
+// pageCache holds sealed pages, which are created once and never rewritten.
+//
+// There are two exceptions. A page of a damaged snapshot is written over, and Write forgets it;
+// and a power cut can take the newest writes of a single server, after which a number is used
+// again: the server restarts then, which its clients see.
+type pageCache struct {
+	*cache.Cache[string, *Page]
+	reconnects atomic.Uint64 // of the connection, when the cache was cleared last
+}
+
+// CachePages keeps up to so many bytes of pages in memory, those that were read last. With 0
+// every page is read from the bucket whenever it is asked for. Defaults to DefaultPageCache.
+func (s *Store) CachePages(bytes int) {
+	c := &pageCache{Cache: cache.New[string, *Page](bytes)}
+	c.reconnects.Store(s.js.Conn().Stats().Reconnects)
+	s.pages.Store(c)
+}
+
+// clearIfReconnected forgets all pages when the connection was lost since.
+func (c *pageCache) clearIfReconnected(nc *nats.Conn) {
+	if n := nc.Stats().Reconnects; c.reconnects.Swap(n) != n {
+		c.Clear()
+	}
+}
+
+// memory estimates what a page takes that was parsed from raw, which its messages are parts of.
+func (p *Page) memory(raw []byte) int { return len(raw) + len(p.Nodes)*int(unsafe.Sizeof(PageNode{})) }
+
+// batch returns how many of the first pages are read with one request.
+func (s *Snapshot) batch(pages []int64) []int64 {
+	if len(pages) == 1 {
+		return pages
+	}
+	size := make(map[int64]int64, len(pages))
+	for g := 0; g <= len(s.groups); g++ {
+		for _, p := range s.pagesOf(g) {
+			size[p.n] = p.bytes
+		}
+	}
+	var bytes int64
+	for i, n := range pages {
+		if bytes += size[n]; i == batchPages || i > 0 && bytes > batchBytes {
+			return pages[:i]
+		}
+	}
+	return pages
+}
+
+func pageKeys(token string, pages []int64) []string {
+	out := make([]string, len(pages))
+	for i, n := range pages {
+		out[i] = PageKey(token, n)
+	}
+	return out
+}
+
+// readPages reads pages with one request, by key. It leaves out those that are not there, and
+// all that it got no answer for.
+func (s *Store) readPages(ctx context.Context, token string, pages []int64) map[string][]byte {
+	if len(pages) == 1 {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	const prefix = "$KV." + Bucket + "."
+	subjects := pageKeys(token, pages)
+	for i := range subjects {
+		subjects[i] = prefix + subjects[i]
+	}
+	msgs, err := jetstreamext.GetLastMsgsFor(ctx, s.js, "KV_"+Bucket, subjects)
+	if err != nil {
+		return nil
+	}
+	out := make(map[string][]byte, len(pages))
+	for m, err := range msgs {
+		if err != nil {
+			break
+		}
+		if len(m.Data) > 0 { // a deletion has none
+			out[m.Subject[len(prefix):]] = m.Data
+		}
+	}
+	return out
+}
