@@ -23,6 +23,7 @@ type cli struct {
 	Export     exportCmd     `cmd:"" help:"Write a session's file to stdout."`
 	Verify     verifyCmd     `cmd:"" help:"Check logs and snapshots. Exit code 1 on any finding."`
 	Quarantine quarantineCmd `cmd:"" help:"Sessions whose log holds what cannot be folded."`
+	Rebuild    rebuildCmd    `cmd:"" help:"Fold all snapshots anew beside the ones that serve, and switch."`
 	Status     statusCmd     `cmd:"" help:"Show how far a running projector is."`
 }
 

@@ -111,7 +111,7 @@ type quarantineShowCmd struct {
 
 func (c *quarantineShowCmd) Run(ctx context.Context) error {
 	return c.with(ctx, func(s *store) error {
-		q, err := projection.GetQuarantine(ctx, s.buckets.Quarantine, c.Session)
+		q, err := s.buckets.QuarantineOf(ctx, c.Session)
 		if err != nil {
 			return err
 		}

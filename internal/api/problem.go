@@ -55,6 +55,7 @@ var kinds = map[events.Code]struct {
 	events.CodeNotFound:        {http.StatusNotFound, "Not found"},
 	events.CodeMethod:          {http.StatusMethodNotAllowed, "The method is not allowed"},
 	events.CodeCorrupt:         {http.StatusInternalServerError, "The log is corrupt"},
+	events.CodeFoldVersion:     {http.StatusServiceUnavailable, "Another version of the fold built the snapshots"},
 	events.CodeSnapshotDamaged: {http.StatusServiceUnavailable, "The snapshot is damaged"},
 	events.CodeInternal:        {http.StatusInternalServerError, "Internal error"},
 }

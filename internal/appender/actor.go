@@ -580,7 +580,7 @@ func (s *actor) load(ctx context.Context, h *events.Header, fromLog bool) error 
 			s.a.cfg.Logger.Warn("the session's snapshot is damaged; reading its whole log", "session", s.id, "err", err)
 		case err != nil:
 			return err
-		case snap != nil:
+		case snap != nil && snap.Foldable() == nil:
 			st = snap.State
 		}
 	}

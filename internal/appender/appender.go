@@ -504,7 +504,7 @@ func (a *Appender) load(ctx context.Context, s *actor, fromLog bool) error {
 	s.unborn = nil
 	h, err := a.headers.Get(ctx, s.id)
 	if errors.Is(err, events.ErrSessionNotFound) {
-		if h, err = a.adopt(ctx, s.id); err == nil {
+		if h, err = a.adopt(ctx, s.id, err); err == nil {
 			s.unborn = h
 		}
 	}
@@ -515,8 +515,11 @@ func (a *Appender) load(ctx context.Context, s *actor, fromLog bool) error {
 }
 
 // adopt makes a default header for a session that is unknown, to be stored with its first
-// event, unless it has a log: then its header is still to come, from a fork.
-func (a *Appender) adopt(ctx context.Context, id string) (*events.Header, error) {
+// event, unless it is reserved or has a log: then its header is still to come, from a fork.
+func (a *Appender) adopt(ctx context.Context, id string, absent error) (*events.Header, error) {
+	if errors.Is(absent, journal.ErrReserved) {
+		return nil, &events.Error{Code: events.CodeSessionPending, Session: id, Detail: "a fork is making the session and is not complete; repeat the fork request"}
+	}
 	if err := a.notPending(ctx, id); err != nil {
 		return nil, err
 	}

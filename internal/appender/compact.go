@@ -188,7 +188,7 @@ func (s *actor) view(ctx context.Context) (*snapshot.Snapshot, error) {
 	if err != nil && !errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}) {
 		return nil, err
 	}
-	if snap == nil || snap.Next > s.state.Next {
+	if snap == nil || snap.Next > s.state.Next || snap.Foldable() != nil {
 		snap = snapshot.New(s.id, s.state.Format, surface.KeepBodies)
 	}
 	enough := errors.New("enough")

@@ -36,8 +36,8 @@ type Fork struct {
 }
 
 // Fork makes a session that starts with the parent's events 0..At, line for line, and a
-// session/end-seed behind them. The child is invisible until its header is written last; the
-// same request again goes on where an earlier one was cut off.
+// session/end-seed behind them. The child's id is reserved first, and it is invisible until
+// its header is written last; the same request again goes on where an earlier one was cut off.
 func (a *Appender) Fork(ctx context.Context, r ForkRequest) (*Fork, error) {
 	parent, err := a.Status(ctx, r.Parent)
 	if err != nil {
@@ -78,16 +78,14 @@ func (a *Appender) Fork(ctx context.Context, r ForkRequest) (*Fork, error) {
 	case !errors.Is(err, events.ErrSessionNotFound):
 		return nil, err
 	}
+	if err := a.headers.Reserve(ctx, h, at); err != nil {
+		return nil, err
+	}
 	if err := f.copy(ctx); err != nil {
 		return nil, err
 	}
-	if stored, out.Created, err = a.headers.Create(ctx, h); err != nil {
-		return nil, err
-	}
-	if !bytes.Equal(stored.Raw, h.Raw) {
-		return nil, &events.Error{Code: events.CodeSessionExists, Session: h.ID, Detail: "the session was created meanwhile with another header: " + clip(stored.Raw)}
-	}
-	return out, nil
+	out.Created, err = a.headers.Fulfil(ctx, h, at)
+	return out, err
 }
 
 // childHeader is the header of a fork. It depends on the request and the parent alone, so that

@@ -1,6 +1,7 @@
 package appender_test
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -115,6 +116,9 @@ func (w *world) header(t testing.TB, session string) []byte {
 	}
 	if err != nil {
 		t.Fatal(err)
+	}
+	if bytes.HasPrefix(e.Value(), []byte(`["reserved",`)) { // reserved by a fork
+		return nil
 	}
 	return e.Value()
 }

@@ -13,6 +13,7 @@ type Cache[K comparable, V any] struct {
 	mu     sync.Mutex // guards all below
 	limit  int
 	bytes  int
+	at     uint64 // of ClearAt
 	byKey  map[K]*list.Element
 	recent list.List // of *item[K, V], most recently used first
 }
@@ -70,6 +71,18 @@ func (c *Cache[K, V]) Clear() {
 	c.bytes = 0
 	clear(c.byKey)
 	c.recent.Init()
+}
+
+// ClearAt forgets everything when n is another one than it was told before: a count of what makes
+// values uncertain.
+func (c *Cache[K, V]) ClearAt(n uint64) {
+	c.mu.Lock()
+	changed := c.at != n
+	c.at = n
+	c.mu.Unlock()
+	if changed {
+		c.Clear()
+	}
 }
 
 // Bytes is what the values take.

@@ -34,6 +34,7 @@ const (
 	CodeMethod          Code = "method-not-allowed"
 	CodeCorrupt         Code = "log-corrupt"      // what is stored is not what an appender writes
 	CodeSnapshotDamaged Code = "snapshot-damaged" // what the snapshot bucket holds is not what a projector writes
+	CodeFoldVersion     Code = "fold-version"     // another version of the fold built the snapshot
 	CodeInternal        Code = "internal"
 )
 

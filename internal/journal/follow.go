@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/internal/events"
@@ -17,6 +18,8 @@ type Delivery struct {
 	Err     *MalformedError // set when the message is no commit; Commit is nil then
 	Session string          // set in both cases; "" when the subject is no session's
 
+	ID        string // Nats-Msg-Id, which is the commit's id unless somebody wrote around the appender
+	Conn      uint64 // how often the connection had been made anew when it arrived
 	StreamSeq uint64
 	Pending   uint64 // messages of the partition that are still to come
 	Stored    time.Time
@@ -29,69 +32,171 @@ const stopWait = time.Second
 // msgOverhead is what the server counts for a message beside its headers and body: subjects.
 const msgOverhead = 4096
 
+// stallCheck is how often a follower that was handed nothing asks the stream's leader whether that
+// is right.
+const stallCheck = 2 * time.Second
+
 // Follower reads one partition in stream order. Messages may come twice after a reconnect;
 // none is left out.
 type Follower struct {
-	cons jetstream.Consumer
-	run  jetstream.ConsumeContext
+	j         *Journal
+	partition int
+	pull      int
+	deliver   func(Delivery)
+	failed    func(error)
 
-	mu   sync.Mutex // held while f is called
-	over bool       // f must not be called any more
+	mu   sync.Mutex // held while deliver is called
+	over bool       // deliver must not be called any more
+	last uint64     // stream sequence of the last delivery
+	turn int        // which consumer delivers; what an earlier one still has is too late
 
-	stop sync.Once
-	done chan struct{} // closed when the client is done
+	consumer sync.Mutex // guards cons and run
+	cons     jetstream.Consumer
+	run      jetstream.ConsumeContext
+
+	stop    sync.Once
+	cancel  context.CancelFunc // of watch
+	watched chan struct{}      // closed when watch has ended
+	done    chan struct{}      // closed when the client is done
 }
 
-// Follow starts reading a partition behind a stream sequence. f is called from one goroutine,
-// and while it blocks no more than a few messages are buffered. The consumer has no acks: who
+// Follow starts reading a partition behind a stream sequence. f is called from one goroutine at a
+// time, and while it blocks no more than a few messages are buffered. The consumer has no acks: who
 // follows remembers how far it got. failed hears of trouble that the reader does not mend itself.
 //
 // pull messages are asked for at a time, less when they come to more bytes than the largest message
 // may have, and the next ones once these are there: so what the server must hold for a connection is at
 // most that many bytes for each of its partitions, which are spread over all connections for bulk.
 func (j *Journal) Follow(ctx context.Context, partition int, after uint64, pull int, f func(Delivery), failed func(error)) (*Follower, error) {
-	cons, err := j.bulk[partition%len(j.bulk)].OrderedConsumer(ctx, j.cfg.Stream, jetstream.OrderedConsumerConfig{
-		FilterSubjects:    []string{fmt.Sprintf("%s.%d.*", j.cfg.Prefix, partition)},
+	fw := &Follower{j: j, partition: partition, pull: pull, deliver: f, failed: failed, last: after, watched: make(chan struct{}), done: make(chan struct{})}
+	if err := fw.consume(ctx, after, 0); err != nil {
+		return nil, err
+	}
+	ctx, fw.cancel = context.WithCancel(context.WithoutCancel(ctx))
+	go fw.watch(ctx)
+	return fw, nil
+}
+
+// consume begins to read behind a stream sequence.
+func (f *Follower) consume(ctx context.Context, after uint64, turn int) error {
+	cons, err := f.j.bulk[f.partition%len(f.j.bulk)].OrderedConsumer(ctx, f.j.cfg.Stream, jetstream.OrderedConsumerConfig{
+		FilterSubjects:    []string{f.filter()},
 		DeliverPolicy:     jetstream.DeliverByStartSequencePolicy,
 		OptStartSeq:       after + 1,
 		InactiveThreshold: 30 * time.Second, // Stop leaves the consumer behind
 	})
 	if err != nil {
-		return nil, j.unavailable(err)
+		return f.j.unavailable(err)
 	}
-	fw := &Follower{cons: cons, done: make(chan struct{})}
-	fw.run, err = cons.Consume(func(m jetstream.Msg) {
-		fw.mu.Lock()
-		defer fw.mu.Unlock()
-		if fw.over {
-			return
-		}
+	run, err := cons.Consume(func(m jetstream.Msg) {
 		meta, err := m.Metadata()
 		if err != nil {
-			failed(fmt.Errorf("partition %d: %w", partition, err))
+			f.failed(fmt.Errorf("partition %d: %w", f.partition, err))
 			return
 		}
-		d := Delivery{StreamSeq: meta.Sequence.Stream, Pending: meta.NumPending, Stored: meta.Timestamp}
-		c, err := j.commit(m.Headers(), m.Data(), m.Subject(), d.StreamSeq)
-		if err == nil {
-			d.Commit, d.Session = c, c.Session
-		} else {
-			d.Err, _ = err.(*MalformedError) // commit returns no other error
-			d.Session, _ = j.SessionOfSubject(m.Subject())
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		if f.turn == turn {
+			f.hand(m.Headers(), m.Data(), m.Subject(), Delivery{StreamSeq: meta.Sequence.Stream, Pending: meta.NumPending, Stored: meta.Timestamp})
 		}
-		f(d)
-	}, jetstream.PullMaxMessagesWithBytesLimit(pull, j.MaxCommit()+events.HeaderReserve+msgOverhead), jetstream.PullThresholdMessages(1), jetstream.ConsumeErrHandler(func(_ jetstream.ConsumeContext, err error) {
-		failed(fmt.Errorf("partition %d: %w", partition, err))
+	}, jetstream.PullMaxMessagesWithBytesLimit(f.pull, f.j.MaxCommit()+events.HeaderReserve+msgOverhead), jetstream.PullThresholdMessages(1), jetstream.ConsumeErrHandler(func(_ jetstream.ConsumeContext, err error) {
+		f.failed(fmt.Errorf("partition %d: %w", f.partition, err))
 	}))
 	if err != nil {
-		return nil, j.unavailable(err)
+		return f.j.unavailable(err)
 	}
-	return fw, nil
+	f.consumer.Lock()
+	defer f.consumer.Unlock()
+	f.cons, f.run = cons, run
+	return nil
+}
+
+func (f *Follower) filter() string { return fmt.Sprintf("%s.%d.*", f.j.cfg.Prefix, f.partition) }
+
+// hand delivers a message. mu is held.
+func (f *Follower) hand(h nats.Header, body []byte, subject string, d Delivery) {
+	if f.over {
+		return
+	}
+	c, err := f.j.commit(h, body, subject, d.StreamSeq)
+	if err == nil {
+		d.Commit, d.Session = c, c.Session
+	} else {
+		d.Err, _ = err.(*MalformedError) // commit returns no other error
+		d.Session, _ = f.j.SessionOfSubject(subject)
+	}
+	d.ID, d.Conn = h.Get(jetstream.MsgIDHeader), f.j.Reconnects()
+	f.last = max(f.last, d.StreamSeq)
+	f.deliver(d)
+}
+
+// watch gets the follower past a message that the client does not hand over. The client takes an
+// empty message with a Status header for one of the server's own, and waits for ever behind it.
+func (f *Follower) watch(ctx context.Context) {
+	defer close(f.watched)
+	ticker := time.NewTicker(stallCheck)
+	defer ticker.Stop()
+	var last, next uint64 // as of the check before
+	for {
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return
+		}
+		if !f.mu.TryLock() { // it delivers right now
+			continue
+		}
+		now := f.last
+		f.mu.Unlock()
+		m, err := f.j.leaderMessage(ctx, f.j.cfg.Stream, map[string]any{"seq": now + 1, "next_by_subj": f.filter()})
+		switch {
+		case err != nil: // nothing there, or trouble that the consumer sees too
+			next = 0
+		case m.Sequence == next && now == last:
+			f.step(ctx, m)
+			next = 0
+		default:
+			next = m.Sequence
+		}
+		last = now
+	}
+}
+
+// step delivers a message that the consumer did not, and reads on behind it.
+func (f *Follower) step(ctx context.Context, m *jetstream.RawStreamMsg) {
+	f.mu.Lock()
+	if f.over || f.last >= m.Sequence {
+		f.mu.Unlock()
+		return
+	}
+	f.turn++
+	turn := f.turn
+	f.hand(m.Header, m.Data, m.Subject, Delivery{StreamSeq: m.Sequence, Stored: m.Time})
+	f.mu.Unlock()
+	f.consumer.Lock()
+	old := f.run
+	f.consumer.Unlock()
+	old.Stop()
+	for {
+		err := f.consume(ctx, m.Sequence, turn)
+		if err == nil {
+			break
+		}
+		f.failed(fmt.Errorf("partition %d: %w", f.partition, err))
+		select {
+		case <-time.After(stallCheck):
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 // Pending asks the server how many messages of the partition are still to come.
 func (f *Follower) Pending(ctx context.Context) (uint64, error) {
-	info, err := f.cons.Info(ctx)
+	f.consumer.Lock()
+	cons := f.cons
+	f.consumer.Unlock()
+	info, err := cons.Info(ctx)
 	if err != nil {
 		return 0, err
 	}
@@ -106,8 +211,13 @@ func (f *Follower) Stop() {
 	f.stop.Do(func() {
 		go func() {
 			defer close(f.done)
-			f.run.Stop()
-			<-f.run.Closed()
+			f.cancel()
+			<-f.watched // it may be changing consumers
+			f.consumer.Lock()
+			run := f.run
+			f.consumer.Unlock()
+			run.Stop()
+			<-run.Closed()
 		}()
 	})
 	timer := time.NewTimer(stopWait)

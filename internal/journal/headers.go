@@ -1,6 +1,7 @@
 package journal
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -49,32 +50,109 @@ func (j *Journal) OpenHeaders(ctx context.Context) (*Headers, error) {
 	return &Headers{j, kv}, nil
 }
 
+// ErrReserved is what a header's absence wraps while a fork is making the session: its id is taken.
+var ErrReserved = errors.New("journal: the session's id is reserved by a fork")
+
+// reserved begins the value of a key whose header is still to come. A header is an object, so none
+// begins like this.
+const reserved = `["reserved",`
+
+// reservation is what stands in a header's place while a fork makes the session. It says which fork,
+// so that the same request goes on and any other one is refused.
+func reservation(hd *events.Header, at events.Seq) []byte {
+	return fmt.Appendf(nil, `%s{"at":%d,"header":%s}]`, reserved, at, hd.Raw)
+}
+
 // Get returns a session's header; session-not-found when there is none. That there is none is
-// said by the bucket's leader, never by a replica that lags.
+// said by the bucket's leader, never by a replica that lags. An id that a fork has reserved has none,
+// and the error is ErrReserved too.
 func (h *Headers) Get(ctx context.Context, session string) (*events.Header, error) {
-	token := events.Token(session)
-	var raw []byte
-	e, err := h.get(ctx, token)
-	switch {
-	case err == nil:
-		raw = e.Value()
-	case errors.Is(err, jetstream.ErrKeyNotFound):
-		m, err := h.j.leaderMessage(ctx, "KV_"+HeadersBucket, map[string]any{"last_by_subj": "$KV." + HeadersBucket + "." + token})
-		if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) {
-			return nil, err
-		}
-		if err != nil || len(m.Data) == 0 {
-			return nil, &events.Error{Code: events.CodeSessionNotFound, Session: session, Detail: "there is no such session"}
-		}
-		raw = m.Data
-	default:
-		return nil, h.j.unavailable(err)
+	raw, _, err := h.raw(ctx, session)
+	if err != nil {
+		return nil, err
+	}
+	if bytes.HasPrefix(raw, []byte(reserved)) {
+		return nil, &events.Error{Code: events.CodeSessionNotFound, Session: session, Cause: ErrReserved, Detail: "the session is not complete: a fork is making it"}
 	}
 	hd, err := events.ParseHeader(raw, session, 0)
 	if err != nil {
 		return nil, &events.Error{Code: events.CodeCorrupt, Session: session, Cause: err, Detail: "the stored header is damaged: " + err.Error()}
 	}
 	return hd, nil
+}
+
+// raw reads the value of a session's key and its revision.
+func (h *Headers) raw(ctx context.Context, session string) ([]byte, uint64, error) {
+	token := events.Token(session)
+	e, err := h.get(ctx, token)
+	switch {
+	case err == nil:
+		return e.Value(), e.Revision(), nil
+	case !errors.Is(err, jetstream.ErrKeyNotFound):
+		return nil, 0, h.j.unavailable(err)
+	}
+	m, err := h.j.leaderMessage(ctx, "KV_"+HeadersBucket, map[string]any{"last_by_subj": "$KV." + HeadersBucket + "." + token})
+	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) {
+		return nil, 0, err
+	}
+	if err != nil || len(m.Data) == 0 {
+		return nil, 0, &events.Error{Code: events.CodeSessionNotFound, Session: session, Detail: "there is no such session"}
+	}
+	return m.Data, m.Sequence, nil
+}
+
+// Reserve takes the id of a session that a fork is about to make, so that no create and no first
+// append can give it another header meanwhile. It is no error when the same fork has reserved it
+// before; another one's is session-exists, and so is a header, but for the fork's own.
+func (h *Headers) Reserve(ctx context.Context, hd *events.Header, at events.Seq) error {
+	value := reservation(hd, at)
+	kctx, cancel := context.WithTimeout(ctx, h.j.cfg.ReadTimeout)
+	defer cancel()
+	_, err := h.kv.Create(kctx, events.Token(hd.ID), value)
+	if err == nil {
+		return nil
+	}
+	if !errors.Is(err, jetstream.ErrKeyExists) {
+		return h.j.unavailable(err)
+	}
+	raw, _, err := h.raw(ctx, hd.ID)
+	switch {
+	case err != nil:
+		return err
+	case bytes.Equal(raw, value), bytes.Equal(raw, hd.Raw):
+		return nil
+	case bytes.HasPrefix(raw, []byte(reserved)):
+		return &events.Error{Code: events.CodeSessionExists, Session: hd.ID, Detail: "another fork is making the session; repeat that one's request to complete it"}
+	}
+	return &events.Error{Code: events.CodeSessionExists, Session: hd.ID, Detail: "the session was created meanwhile with another header"}
+}
+
+// Fulfil stores the header of a session whose id the same fork reserved. created is false when
+// another run of that fork was faster.
+func (h *Headers) Fulfil(ctx context.Context, hd *events.Header, at events.Seq) (created bool, err error) {
+	kctx, cancel := context.WithTimeout(ctx, h.j.cfg.ReadTimeout)
+	defer cancel()
+	if _, err := h.kv.Put(kctx, childKey(hd), nil); err != nil { // before the header: an index entry without one is skipped
+		return false, h.j.unavailable(err)
+	}
+	raw, rev, err := h.raw(ctx, hd.ID)
+	switch {
+	case err != nil:
+		return false, err
+	case bytes.Equal(raw, hd.Raw):
+		return false, nil
+	case !bytes.Equal(raw, reservation(hd, at)):
+		return false, &events.Error{Code: events.CodeSessionExists, Session: hd.ID, Detail: "the session's id is not reserved by this fork any more"}
+	}
+	_, err = h.kv.Update(kctx, events.Token(hd.ID), hd.Raw, rev)
+	if err == nil {
+		return true, nil
+	}
+	// By another run, or by this one without an answer: what is stored decides.
+	if now, _, rerr := h.raw(ctx, hd.ID); rerr == nil && bytes.Equal(now, hd.Raw) {
+		return false, nil
+	}
+	return false, h.j.unavailable(err)
 }
 
 // get reads a key, as long as any read may take: a request that is lost with its connection is
@@ -102,7 +180,11 @@ func (h *Headers) Create(ctx context.Context, hd *events.Header) (stored *events
 	case err == nil:
 		return hd, true, nil
 	case errors.Is(err, jetstream.ErrKeyExists):
-		if stored, err = h.Get(ctx, hd.ID); err != nil {
+		stored, err = h.Get(ctx, hd.ID)
+		if errors.Is(err, ErrReserved) {
+			return nil, false, &events.Error{Code: events.CodeSessionPending, Session: hd.ID, Detail: "a fork is making the session and is not complete; repeat the fork request"}
+		}
+		if err != nil {
 			return nil, false, err
 		}
 		if hd.ParentSession != "" && stored.ParentSession != hd.ParentSession { // is not its child

@@ -59,10 +59,11 @@ func (j *Journal) leaderMessage(ctx context.Context, stream string, req map[stri
 	var got struct {
 		Error   *apiError `json:"error"`
 		Message *struct {
-			Subject string `json:"subject"`
-			Seq     uint64 `json:"seq"`
-			Header  []byte `json:"hdrs"`
-			Data    []byte `json:"data"`
+			Subject string    `json:"subject"`
+			Seq     uint64    `json:"seq"`
+			Header  []byte    `json:"hdrs"`
+			Data    []byte    `json:"data"`
+			Time    time.Time `json:"time"`
 		} `json:"message"`
 	}
 	if err := json.Unmarshal(resp.Data, &got); err != nil {
@@ -76,7 +77,7 @@ func (j *Journal) leaderMessage(ctx context.Context, stream string, req map[stri
 	case got.Message == nil:
 		return nil, fmt.Errorf("unexpected answer to a read: %s", resp.Data)
 	}
-	m := &jetstream.RawStreamMsg{Subject: got.Message.Subject, Sequence: got.Message.Seq, Data: got.Message.Data}
+	m := &jetstream.RawStreamMsg{Subject: got.Message.Subject, Sequence: got.Message.Seq, Data: got.Message.Data, Time: got.Message.Time}
 	if len(got.Message.Header) > 0 {
 		if m.Header, err = nats.DecodeHeadersMsg(got.Message.Header); err != nil {
 			return nil, fmt.Errorf("stream sequence %d: %w", m.Sequence, err)
@@ -254,6 +255,65 @@ func (j *Journal) Locate(ctx context.Context, session string, seq events.Seq) (*
 		}
 	}
 	return nil, nil
+}
+
+// CommitAt returns the commit that lies at a stream sequence, as the stream's leader has it; nil when
+// there is none of the session.
+func (j *Journal) CommitAt(ctx context.Context, session string, streamSeq uint64) (*events.Commit, error) {
+	m, err := j.leaderMessage(ctx, j.cfg.Stream, map[string]any{"seq": streamSeq})
+	if errors.Is(err, jetstream.ErrMsgNotFound) || err == nil && m.Subject != j.Subject(session) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	c, err := j.commit(m.Header, m.Data, m.Subject, m.Sequence)
+	var bad *MalformedError
+	if errors.As(err, &bad) {
+		return nil, nil
+	}
+	return c, err
+}
+
+// CommitID returns the Nats-Msg-Id of the message at a stream sequence, as the stream's leader has
+// it; "" when there is none.
+func (j *Journal) CommitID(ctx context.Context, streamSeq uint64) (string, error) {
+	m, err := j.leaderMessage(ctx, j.cfg.Stream, map[string]any{"seq": streamSeq})
+	if errors.Is(err, jetstream.ErrMsgNotFound) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	return m.Header.Get(jetstream.MsgIDHeader), nil
+}
+
+// Reconnects is how often the connections were made anew, all that the journal has together.
+func (j *Journal) Reconnects() uint64 {
+	n := j.conns.Read.Stats().Reconnects
+	for _, c := range j.conns.Publish {
+		n += c.Stats().Reconnects
+	}
+	return n
+}
+
+// SessionsOf returns the ids of the sessions of a partition that have a log, unordered.
+func (j *Journal) SessionsOf(ctx context.Context, partition int) ([]string, error) {
+	s, err := j.js.Stream(ctx, j.cfg.Stream)
+	if err != nil {
+		return nil, j.unavailable(err)
+	}
+	info, err := s.Info(ctx, jetstream.WithSubjectFilter(fmt.Sprintf("%s.%d.*", j.cfg.Prefix, partition)))
+	if err != nil {
+		return nil, j.unavailable(err)
+	}
+	var out []string
+	for subject := range info.State.Subjects {
+		if id, err := j.SessionOfSubject(subject); err == nil {
+			out = append(out, id)
+		}
+	}
+	return out, nil
 }
 
 // Info returns the stream's state.

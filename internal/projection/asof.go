@@ -63,7 +63,8 @@ func (r *Reader) At(ctx context.Context, session string, seq events.Seq) (*View,
 	if at == nil {
 		return nil, notThere(session, seq)
 	}
-	snap, _, err := r.buckets.Snapshots.Load(ctx, session, surface.KeepFingerprints)
+	snaps := r.buckets.Snapshots.Pin(ctx)
+	snap, _, err := snaps.Load(ctx, session, surface.KeepFingerprints)
 	if err != nil && !damaged(err) {
 		return nil, err
 	}
@@ -73,7 +74,7 @@ func (r *Reader) At(ctx context.Context, session string, seq events.Seq) (*View,
 	}
 	if useful {
 		last := snap.Last()
-		snap, _, err = r.buckets.Snapshots.Full(ctx, session)
+		snap, _, err = snaps.Full(ctx, session)
 		if err != nil && !damaged(err) {
 			return nil, err
 		}
@@ -124,8 +125,11 @@ func bodyUpTo(c *events.Commit, seq events.Seq) ([]byte, events.Seq) {
 
 // useful reports whether the surface as of a seq can be made from a snapshot, which may be nil.
 func (r *Reader) useful(ctx context.Context, snap *snapshot.Snapshot, at *events.Commit, seq events.Seq) (bool, error) {
-	if snap == nil || snap.Last() <= seq {
-		return snap != nil, nil
+	if snap == nil || snap.Foldable() != nil {
+		return false, nil
+	}
+	if snap.Last() <= seq {
+		return true, nil
 	}
 	return r.onlyAppended(ctx, snap, at, seq)
 }

@@ -149,9 +149,7 @@ func TestHeadAheadOfTheLog(t *testing.T) {
 				}
 			}
 			k = w.worker(projection.Config{})
-			if cp := w.checkpoint(id); cp != before {
-				t.Errorf("the checkpoint is %d, the log ends at %d", cp, before)
-			}
+			journaltest.Eventually(t, fmt.Sprintf("the checkpoint to be at the log's end, %d", before), func() bool { return w.checkpoint(id) == before })
 			// What comes now gets the stream sequences of what was lost, and the lost seqs are
 			// given again to other events.
 			w.restartAppender()

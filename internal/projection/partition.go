@@ -29,6 +29,7 @@ const (
 // partition is one partition at work. Everything but the atomics belongs to the goroutine in run.
 type partition struct {
 	w      *Worker
+	b      *Buckets // of one generation
 	n      int
 	stream jetstream.Stream
 
@@ -41,8 +42,16 @@ type partition struct {
 	quarantined map[string]bool
 	written     chan result
 	retries     chan retry
+	unfollow    context.CancelFunc // lets go of a delivery that waits for its turn
 	garbage     []trash
 	done        chan struct{} // closed when run has returned
+
+	back   bool      // the log lost its end: goBack is due
+	unheld bool      // the stored checkpoint says that heads are still being compared
+	conn   uint64    // how often the connection was made anew when the log was last known to have newest
+	newest witness   // the message that was read last
+	marks  []witness // those before it that no checkpoint has yet
+	stored *witness  // of the stored checkpoint
 
 	checkpoint    uint64 // as stored
 	checkpointRev uint64
@@ -126,8 +135,9 @@ type result struct {
 // lost is a session whose folded events did not get into its head. The checkpoint stays before
 // them until they were folded again.
 type lost struct {
-	first uint64    // stream sequence of the first commit that may be in no head
-	since time.Time // when it was read
+	first   uint64    // stream sequence of the first commit that may be in no head
+	since   time.Time // when it was read
+	suspect bool      // its head may tell of commits that the log has lost
 }
 
 // errDropped says that the entry that is being folded was dropped meanwhile.
@@ -148,28 +158,30 @@ type trash struct {
 	keys []string
 }
 
-func newPartition(w *Worker, n int, stream jetstream.Stream, quarantined map[string]bool) *partition {
+func newPartition(w *Worker, b *Buckets, n int, stream jetstream.Stream, quarantined map[string]bool) *partition {
 	if quarantined == nil {
 		quarantined = map[string]bool{}
 	}
 	return &partition{
-		w: w, n: n, stream: stream, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, lost: map[string]lost{}, quarantined: quarantined,
+		w: w, b: b, n: n, stream: stream, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, lost: map[string]lost{}, quarantined: quarantined,
 		written: make(chan result, w.cfg.Writes), retries: make(chan retry), done: make(chan struct{}),
 	}
 }
 
 type checkpointValue struct {
-	V         int    `json:"v"`
-	StreamSeq uint64 `json:"streamSeq"`
+	V         int      `json:"v"`
+	StreamSeq uint64   `json:"streamSeq"`
+	Witness   *witness `json:"witness,omitempty"` // a message that was read by then
+	Back      bool     `json:"back,omitempty"`    // heads are still being compared with a log that lost its end
 }
 
-func (p *partition) key() string { return fmt.Sprintf("p%d", p.n) }
+func (p *partition) key() string { return p.b.checkpointKey(p.n) }
 
 // readCheckpoint reads how far the partition is projected. end is where the stream ends: a
 // checkpoint beyond it is that of a stream which lost its end, and what was stored there since
 // is new.
 func (p *partition) readCheckpoint(ctx context.Context, end uint64) error {
-	e, err := p.w.buckets.Checkpoints.Get(ctx, p.key())
+	e, err := p.b.Checkpoints.Get(ctx, p.key())
 	if errors.Is(err, jetstream.ErrKeyNotFound) {
 		return nil
 	}
@@ -180,13 +192,15 @@ func (p *partition) readCheckpoint(ctx context.Context, end uint64) error {
 	if err := json.Unmarshal(e.Value(), &v); err != nil || v.V != 1 {
 		return &events.Error{Code: events.CodeCorrupt, Detail: fmt.Sprintf("checkpoint %s is not readable: %s; delete the key to fold the partition from its start", p.key(), e.Value())}
 	}
-	p.checkpoint, p.checkpointRev = v.StreamSeq, e.Revision()
-	if v.StreamSeq > end {
-		p.w.cfg.Logger.Error("checkpoint is beyond the end of the stream; going back", "partition", p.n, "checkpoint", v.StreamSeq, "end", end)
-		if err := p.storeCheckpoint(ctx, end); err != nil {
-			p.troubled(err) // the next one mends it
-		}
-		p.checkpoint = end
+	p.checkpoint, p.checkpointRev, p.stored = v.StreamSeq, e.Revision(), v.Witness
+	gone, err := p.gone(ctx, v.Witness)
+	if err != nil {
+		return err
+	}
+	if gone || v.Back || v.StreamSeq > end {
+		p.w.cfg.Logger.Error("the log lost its end; comparing all heads of the partition with it", "partition", p.n, "checkpoint", v.StreamSeq, "end", end)
+		p.back = true
+		return nil
 	}
 	p.read.Store(p.checkpoint)
 	p.checkpointed.Store(p.checkpoint)
@@ -198,12 +212,15 @@ func (p *partition) run(ctx context.Context) {
 	defer close(p.done)
 	in := make(chan journal.Delivery, deliveries)
 	failures := make(chan error, 1)
-	follower := p.follow(ctx, in, failures)
-	defer func() {
+	var follower *journal.Follower
+	stop := func() {
 		if follower != nil {
+			p.unfollow()
 			follower.Stop()
+			follower = nil
 		}
-	}()
+	}
+	defer stop()
 	ticker := time.NewTicker(tick)
 	defer ticker.Stop()
 	for {
@@ -229,6 +246,18 @@ func (p *partition) run(ctx context.Context) {
 			p.drain()
 			return
 		}
+		if p.back && ctx.Err() == nil {
+			stop()
+			for len(in) > 0 { // of a log that is no more
+				<-in
+			}
+			p.dealt.Store(p.arrived.Load())
+			if err := p.goBack(ctx); err != nil {
+				p.troubled(err)
+				p.pause(ctx)
+				continue
+			}
+		}
 		if follower == nil && ctx.Err() == nil {
 			follower = p.follow(ctx, in, failures)
 		}
@@ -241,6 +270,7 @@ func (p *partition) run(ctx context.Context) {
 
 // follow starts reading behind what was dealt with; nil when JetStream is away.
 func (p *partition) follow(ctx context.Context, in chan<- journal.Delivery, failures chan<- error) *journal.Follower {
+	ctx, p.unfollow = context.WithCancel(ctx)
 	f, err := p.w.log.Follow(ctx, p.n, p.read.Load(), p.w.cfg.Pull, func(d journal.Delivery) {
 		p.arrived.Add(1)
 		select {
@@ -258,6 +288,7 @@ func (p *partition) follow(ctx context.Context, in chan<- journal.Delivery, fail
 			p.troubled(err)
 			p.pause(ctx)
 		}
+		p.unfollow()
 		return nil
 	}
 	p.follower.Store(f)
@@ -284,9 +315,25 @@ func (p *partition) troubled(err error) {
 // session into quarantine. It does not return before one of these is done or ctx ends.
 func (p *partition) deliver(ctx context.Context, d journal.Delivery) {
 	defer p.dealt.Add(1)
+	for {
+		follows, err := p.look(ctx, d.Conn)
+		if follows {
+			break
+		}
+		if err == nil || ctx.Err() != nil {
+			return // what was read is no more, and the log is read again
+		}
+		p.troubled(err)
+		p.pause(ctx)
+	}
 	if d.StreamSeq <= p.read.Load() { // again, after a reconnect
 		return
 	}
+	defer func() {
+		if p.read.Load() == d.StreamSeq {
+			p.newest = witness{d.StreamSeq, d.ID}
+		}
+	}()
 	for ctx.Err() == nil {
 		err := p.fold(ctx, d)
 		if err == nil {
@@ -307,6 +354,12 @@ func (p *partition) fold(ctx context.Context, d journal.Delivery) error {
 	if d.Session == "" {
 		p.w.cfg.Logger.Error("message on a subject that is no session's", "partition", p.n, "streamSeq", d.StreamSeq, "err", d.Err)
 		return nil
+	}
+	if p.lost[d.Session].suspect { // its head must not be folded on before it was held against the log
+		if err := p.catchUp(ctx, d.Session); err != nil {
+			return err
+		}
+		delete(p.lost, d.Session)
 	}
 	if p.quarantined[d.Session] {
 		return nil
@@ -356,7 +409,7 @@ func (p *partition) entry(ctx context.Context, session string) (*entry, error) {
 	}
 	e = &entry{session: session, told: events.NoSeq}
 	p.w.stats.Loads.Add(1)
-	snap, rev, err := p.w.buckets.Snapshots.Load(ctx, session, p.w.keep())
+	snap, rev, err := p.b.Snapshots.Load(ctx, session, p.w.keep())
 	if damaged(err) {
 		p.w.cfg.Logger.Error("snapshot is damaged; folding the log anew", "session", session, "err", err)
 		e.mending, err = true, nil
@@ -553,7 +606,7 @@ func (p *partition) foldPages(ctx context.Context, snap *snapshot.Snapshot, c *e
 		if err := ready(); err != nil {
 			return err
 		}
-		gone, err := p.w.buckets.Snapshots.FillPages(ctx, snap, pages.Pages)
+		gone, err := p.b.Snapshots.FillPages(ctx, snap, pages.Pages)
 		if err == nil && gone {
 			err = &events.Error{Code: events.CodeSnapshotDamaged, Session: c.Session, Detail: fmt.Sprintf("snapshot: pages %v are not there", pages.Pages)}
 		}
@@ -640,7 +693,7 @@ func (p *partition) write(ctx context.Context, f *snapshot.Flush, rev uint64) (u
 	for {
 		// What was folded is written even while the worker stops.
 		wctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
-		next, err := p.w.buckets.Snapshots.Write(wctx, f, rev)
+		next, err := p.b.Snapshots.Write(wctx, f, rev)
 		cancel()
 		if err == nil {
 			p.w.stats.wrote(f)
@@ -688,6 +741,9 @@ func (p *partition) settle(r result) {
 // publish announces a flush to those who watch the session. It is core NATS: who misses it
 // reads the log.
 func (p *partition) publish(m *deltaMessage) {
+	if p.w.cfg.Quiet {
+		return
+	}
 	b, err := json.Marshal(m)
 	if err != nil {
 		panic(err) // seqs and names of types always encode
@@ -710,12 +766,13 @@ func (p *partition) tellWritten(session string, seq events.Seq, keys []string) {
 
 // lose drops an entry and notes what of it may be in no head.
 func (p *partition) lose(e *entry) {
-	l := lost{e.first, e.since}
+	l := lost{first: e.first, since: e.since}
 	if e.writingFirst > 0 {
-		l = lost{e.writingFirst, e.writingSince}
+		l = lost{first: e.writingFirst, since: e.writingSince}
 	}
 	p.drop(e)
 	if old, ok := p.lost[e.session]; l.first > 0 && (!ok || l.first < old.first) {
+		l.suspect = old.suspect
 		p.lost[e.session] = l
 	}
 }
@@ -725,7 +782,11 @@ func (p *partition) regain(ctx context.Context, now time.Time) {
 	if now.Before(p.nextRegain) {
 		return
 	}
+	n := 0
 	for session := range p.lost {
+		if n++; n > regainAtOnce {
+			return
+		}
 		if err := p.catchUp(ctx, session); err != nil {
 			p.troubled(err)
 			p.nextRegain = now.Add(retryPause)
@@ -741,7 +802,12 @@ func (p *partition) catchUp(ctx context.Context, session string) error {
 		return nil
 	}
 	e, err := p.entry(ctx, session)
+	if err == nil && p.lost[session].suspect {
+		err = p.hold(ctx, e)
+	}
 	switch upTo := p.read.Load(); {
+	case errors.Is(err, errDropped): // there is nothing of it
+		return nil
 	case err != nil:
 	case e.mending && e.snap == nil:
 		err = p.mend(ctx, e)
@@ -813,26 +879,25 @@ func (p *partition) checkpointDue(ctx context.Context, now time.Time) {
 		return
 	}
 	p.nextCheck = now.Add(p.w.cfg.CheckpointEvery)
+	if _, err := p.look(ctx, p.w.log.Reconnects()); err != nil {
+		p.troubled(err) // and asked again
+	}
+	p.mark()
 	p.writeCheckpoint(ctx)
 }
 
 func (p *partition) writeCheckpoint(ctx context.Context) {
 	upTo := p.safe()
-	if upTo <= p.checkpoint {
+	if upTo <= p.checkpoint && !(p.unheld && len(p.lost) == 0 && upTo == p.checkpoint) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
 	defer cancel()
-	if err := p.storeCheckpoint(ctx, upTo); err != nil {
+	if err := p.storeCheckpoint(ctx, checkpointValue{V: 1, StreamSeq: upTo, Witness: p.witnessFor(upTo)}); err != nil {
 		// Another owner's, or no answer: take what is stored. It is never too far, since
 		// whoever wrote it had written the heads before.
 		p.troubled(fmt.Errorf("checkpoint: %w", err))
-		if e, gerr := p.w.buckets.Checkpoints.Get(ctx, p.key()); gerr == nil {
-			var v checkpointValue
-			if json.Unmarshal(e.Value(), &v) == nil {
-				p.checkpoint, p.checkpointRev = v.StreamSeq, e.Revision()
-			}
-		}
+		p.takeCheckpoint(ctx)
 		return
 	}
 	p.checkpointed.Store(upTo)
@@ -841,19 +906,31 @@ func (p *partition) writeCheckpoint(ctx context.Context) {
 	}
 }
 
-func (p *partition) storeCheckpoint(ctx context.Context, upTo uint64) error {
-	b, err := json.Marshal(checkpointValue{1, upTo})
+// takeCheckpoint takes the checkpoint that is stored, where another owner may have written it.
+func (p *partition) takeCheckpoint(ctx context.Context) {
+	e, err := p.b.Checkpoints.Get(ctx, p.key())
 	if err != nil {
-		panic(err) // numbers always encode
+		return // and tried again with the next write
+	}
+	var v checkpointValue
+	if json.Unmarshal(e.Value(), &v) == nil {
+		p.checkpoint, p.checkpointRev, p.stored, p.unheld = v.StreamSeq, e.Revision(), v.Witness, v.Back
+	}
+}
+
+func (p *partition) storeCheckpoint(ctx context.Context, v checkpointValue) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		panic(err) // numbers and strings always encode
 	}
 	var rev uint64
 	if p.checkpointRev == 0 {
-		rev, err = p.w.buckets.Checkpoints.Create(ctx, p.key(), b)
+		rev, err = p.b.Checkpoints.Create(ctx, p.key(), b)
 	} else {
-		rev, err = p.w.buckets.Checkpoints.Update(ctx, p.key(), b, p.checkpointRev)
+		rev, err = p.b.Checkpoints.Update(ctx, p.key(), b, p.checkpointRev)
 	}
 	if err == nil {
-		p.checkpoint, p.checkpointRev = upTo, rev
+		p.checkpoint, p.checkpointRev, p.stored, p.unheld = v.StreamSeq, rev, v.Witness, v.Back
 	}
 	return err
 }
@@ -861,7 +938,7 @@ func (p *partition) storeCheckpoint(ctx context.Context, upTo uint64) error {
 // sweep deletes pages that no head has referred to for the grace time.
 func (p *partition) sweep(ctx context.Context, now time.Time) {
 	for len(p.garbage) > 0 && now.After(p.garbage[0].due) {
-		if err := p.w.buckets.Snapshots.Delete(ctx, p.garbage[0].keys); err != nil {
+		if err := p.b.Snapshots.Delete(ctx, p.garbage[0].keys); err != nil {
 			p.troubled(err)
 			return
 		}

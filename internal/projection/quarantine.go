@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"math"
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -26,8 +27,8 @@ type Quarantine struct {
 }
 
 // readQuarantine returns the sessions in quarantine by partition.
-func (w *Worker) readQuarantine(ctx context.Context) (map[int]map[string]bool, error) {
-	all, err := ListQuarantine(ctx, w.buckets.Quarantine)
+func (w *Worker) readQuarantine(ctx context.Context, b *Buckets) (map[int]map[string]bool, error) {
+	all, err := b.Quarantined(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -42,9 +43,10 @@ func (w *Worker) readQuarantine(ctx context.Context) (map[int]map[string]bool, e
 	return out, nil
 }
 
-// ListQuarantine returns every record, unordered.
-func ListQuarantine(ctx context.Context, kv jetstream.KeyValue) ([]Quarantine, error) {
-	l, err := kv.ListKeys(ctx)
+// Quarantined returns every record of the generation that serves, unordered.
+func (b *Buckets) Quarantined(ctx context.Context) ([]Quarantine, error) {
+	b = b.Pin(ctx)
+	l, err := b.Quarantine.ListKeysFiltered(ctx, b.Snapshots.Generation().Key("*"))
 	if err != nil {
 		return nil, unavailable("quarantine", err)
 	}
@@ -54,11 +56,11 @@ func ListQuarantine(ctx context.Context, kv jetstream.KeyValue) ([]Quarantine, e
 	}
 	var out []Quarantine
 	for _, k := range keys {
-		id, err := events.SessionOf(k)
+		id, err := events.SessionOf(k[strings.IndexByte(k, '.')+1:])
 		if err != nil {
 			continue
 		}
-		q, err := GetQuarantine(ctx, kv, id)
+		q, err := b.QuarantineOf(ctx, id)
 		if err != nil {
 			return nil, err
 		}
@@ -69,9 +71,9 @@ func ListQuarantine(ctx context.Context, kv jetstream.KeyValue) ([]Quarantine, e
 	return out, nil
 }
 
-// GetQuarantine returns a session's record, nil when it is not in quarantine.
-func GetQuarantine(ctx context.Context, kv jetstream.KeyValue, session string) (*Quarantine, error) {
-	e, err := kv.Get(ctx, events.Token(session))
+// QuarantineOf returns a session's record, nil when it is not in quarantine.
+func (b *Buckets) QuarantineOf(ctx context.Context, session string) (*Quarantine, error) {
+	e, err := b.Quarantine.Get(ctx, b.quarantineKey(session))
 	if errors.Is(err, jetstream.ErrKeyNotFound) {
 		return nil, nil
 	}
@@ -121,7 +123,7 @@ func (p *partition) record(ctx context.Context, session string, streamSeq uint64
 	if err != nil {
 		return nil, err
 	}
-	if _, err := p.w.buckets.Quarantine.Put(ctx, events.Token(session), b); err != nil {
+	if _, err := p.b.Quarantine.Put(ctx, p.b.quarantineKey(session), b); err != nil {
 		return nil, unavailable("quarantine", err)
 	}
 	return q, nil
@@ -132,7 +134,7 @@ func (p *partition) record(ctx context.Context, session string, streamSeq uint64
 // wrong with the commit that comes next, nil when all up to there are good.
 func (p *partition) advance(ctx context.Context, session string, before uint64) (stopped *commitError, err error) {
 	for anew := false; ; {
-		snap, rev, err := p.w.buckets.Snapshots.Load(ctx, session, p.w.keep())
+		snap, rev, err := p.b.Snapshots.Load(ctx, session, p.w.keep())
 		if damaged(err) {
 			anew = true
 		} else if err != nil {
@@ -256,7 +258,7 @@ func (p *partition) retry(ctx context.Context, session string) error {
 		}
 		return &events.Error{Code: events.CodeQuarantined, Session: session, Seq: q.Seq, Rule: q.Rule, Detail: "still in quarantine: " + q.Detail}
 	}
-	if err := p.w.buckets.Quarantine.Purge(ctx, events.Token(session)); err != nil {
+	if err := p.b.Quarantine.Purge(ctx, p.b.quarantineKey(session)); err != nil {
 		return unavailable("quarantine", err)
 	}
 	delete(p.quarantined, session)

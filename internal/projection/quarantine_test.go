@@ -45,7 +45,7 @@ func (w *world) remove(streamSeq uint64) {
 // getRecord reads a session's record, nil when it is not in quarantine.
 func (w *world) getRecord(session string) *projection.Quarantine {
 	w.t.Helper()
-	q, err := projection.GetQuarantine(journaltest.Context(w.t), w.buckets.Quarantine, session)
+	q, err := w.buckets.QuarantineOf(journaltest.Context(w.t), session)
 	if err != nil {
 		w.t.Fatal(err)
 	}

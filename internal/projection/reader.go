@@ -93,10 +93,14 @@ func (r *Reader) View(ctx context.Context, session string, want Want) (*View, er
 		snap = snapshot.New(session, h.Format, surface.KeepBodies)
 	}
 	v := &View{Snapshot: snap}
-	if v.Quarantine, err = GetQuarantine(ctx, r.buckets.Quarantine, session); err != nil {
+	if v.Quarantine, err = r.buckets.QuarantineOf(ctx, session); err != nil {
 		return nil, err
 	}
 	if want.Fresh && v.Quarantine == nil {
+		if snap.Foldable() != nil {
+			snap = snapshot.New(session, h.Format, surface.KeepBodies)
+			v.Snapshot = snap
+		}
 		if err := r.freshen(ctx, snap); err != nil {
 			return nil, err
 		}
@@ -171,7 +175,7 @@ func (r *Reader) await(ctx context.Context, session string, seq events.Seq, time
 		if have >= seq {
 			return nil
 		}
-		q, err := GetQuarantine(ctx, r.buckets.Quarantine, session)
+		q, err := r.buckets.QuarantineOf(ctx, session)
 		if err != nil {
 			return err
 		}
@@ -328,7 +332,7 @@ func (r *Reader) Sessions(ctx context.Context, parent, cursor string, limit int)
 
 // Quarantined lists the sessions in quarantine.
 func (r *Reader) Quarantined(ctx context.Context) ([]Quarantine, error) {
-	qs, err := ListQuarantine(ctx, r.buckets.Quarantine)
+	qs, err := r.buckets.Quarantined(ctx)
 	slices.SortFunc(qs, func(a, b Quarantine) int {
 		if a.Session < b.Session {
 			return -1

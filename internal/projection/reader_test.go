@@ -163,7 +163,7 @@ func TestReaderStartsOverWhenAPageGoes(t *testing.T) {
 		}
 		return nil
 	})
-	buckets.Snapshots.Reading = func(keys []string) {
+	buckets.Snapshots.OnRead(func(keys []string) {
 		if slices.Contains(keys, "s.1") && !moved {
 			moved = true
 			k.wrote("s", w.append("s", replace([]events.Seq{1, 2}, "summary")))
@@ -172,7 +172,7 @@ func TestReaderStartsOverWhenAPageGoes(t *testing.T) {
 				return err != nil
 			})
 		}
-	}
+	})
 	v, err := projection.NewReader(w.log, w.headers, buckets, projection.NewHeads()).View(journaltest.Context(t), "s", now)
 	if err != nil {
 		t.Fatal(err)

@@ -44,6 +44,8 @@ type Config struct {
 	// Freeze checks events that are held in memory against what was read before they are
 	// served. Defaults to false.
 	Freeze bool
+	// Quiet announces no flushes to those who watch: for snapshots that do not serve.
+	Quiet bool
 	// Logger hears of trouble. Defaults to slog.Default().
 	Logger *slog.Logger
 	// Signals lets a test wait for things to happen. All are nil in production.
@@ -120,6 +122,25 @@ func OpenBuckets(ctx context.Context, js jetstream.JetStream, replicas int) (*Bu
 	return b, nil
 }
 
+// Pin returns the buckets with the generation of snapshots that serves now.
+func (b *Buckets) Pin(ctx context.Context) *Buckets { return b.of(b.Snapshots.Pin(ctx)) }
+
+// of returns the buckets of one generation of snapshots.
+func (b *Buckets) of(s *snapshot.Store) *Buckets {
+	return &Buckets{Snapshots: s, Checkpoints: b.Checkpoints, Quarantine: b.Quarantine}
+}
+
+// checkpointKey is the key of a partition's checkpoint. Each generation has its own.
+func (b *Buckets) checkpointKey(partition int) string {
+	return b.Snapshots.Generation().Key(fmt.Sprintf("p%d", partition))
+}
+
+// quarantineKey is the key of a session's record. Each generation has its own, since one may fold
+// what another could not.
+func (b *Buckets) quarantineKey(session string) string {
+	return b.Snapshots.Generation().Key(events.Token(session))
+}
+
 // Worker projects the partitions of a journal into the buckets.
 type Worker struct {
 	cfg     Config
@@ -171,7 +192,11 @@ func (w *Worker) Start(ctx context.Context) error {
 	if w.cancel != nil {
 		return errors.New("projection: the worker runs already")
 	}
-	quarantined, err := w.readQuarantine(ctx)
+	buckets := w.buckets.Pin(ctx)
+	if err := buckets.Snapshots.Generation().Foldable(); err != nil {
+		return err
+	}
+	quarantined, err := w.readQuarantine(ctx, buckets)
 	if err != nil {
 		return err
 	}
@@ -183,7 +208,7 @@ func (w *Worker) Start(ctx context.Context) error {
 	w.cancel = cancel
 	w.partitions = nil
 	for n := range w.log.Partitions() {
-		p := newPartition(w, n, stream, quarantined[n])
+		p := newPartition(w, buckets, n, stream, quarantined[n])
 		if err := p.readCheckpoint(ctx, stream.CachedInfo().State.LastSeq); err != nil {
 			cancel(err)
 			w.running.Wait()

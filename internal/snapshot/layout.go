@@ -379,7 +379,7 @@ func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) 
 	s := &Snapshot{State: &session.State{
 		ID: h.Session, Format: h.Format, Next: h.Seq + 1, StreamSeq: h.StreamSeq, Time: h.Time, LogBytes: h.LogBytes,
 		Writer: h.Writer, Life: lifecycle.Restore(h.Lifecycle),
-	}, nextPage: h.NextPage}
+	}, fold: h.Fold, nextPage: h.NextPage}
 	bad := func(format string, args ...any) error { return s.damaged(format, args...) }
 	var err error
 	if s.Digest, err = events.ParseDigest(h.Digest); err != nil {

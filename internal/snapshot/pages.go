@@ -2,10 +2,8 @@ package snapshot
 
 import (
 	"context"
-	"sync/atomic"
 	"unsafe"
 
-	"github.com/nats-io/nats.go"
 	"github.com/synadia-io/orbit.go/jetstreamext"
 
 	"palimpsest/internal/cache"
@@ -18,30 +16,27 @@ const (
 	batchBytes = 4 << 20
 )
 
-// pageCache holds sealed pages, which are created once and never rewritten.
+// DefaultPageCache is how many bytes of pages a Store keeps in memory by default.
+const DefaultPageCache = 128 << 20
+
+// pageCache holds sealed pages by bucket and key, which are created once and never rewritten.
 //
 // There are two exceptions. A page of a damaged snapshot is written over, and Write forgets it;
 // and a power cut can take the newest writes of a single server, after which a number is used
-// again: the server restarts then, which its clients see.
-type pageCache struct {
-	*cache.Cache[string, *Page]
-	reconnects atomic.Uint64 // of the connection, when the cache was cleared last
-}
+// again: the server restarts then, so the cache is cleared at a reconnect.
+type pageCache = cache.Cache[[2]string, *Page]
+
+func newPageCache(bytes int) *pageCache { return cache.New[[2]string, *Page](bytes) }
+
+func (s *Store) cached(key string) [2]string { return [2]string{s.generation.Bucket, key} }
 
 // CachePages keeps up to so many bytes of pages in memory, those that were read last. With 0
 // every page is read from the bucket whenever it is asked for. Defaults to DefaultPageCache.
-func (s *Store) CachePages(bytes int) {
-	c := &pageCache{Cache: cache.New[string, *Page](bytes)}
-	c.reconnects.Store(s.js.Conn().Stats().Reconnects)
-	s.pages.Store(c)
-}
+func (s *Store) CachePages(bytes int) { s.register.pages.Store(newPageCache(bytes)) }
 
-// clearIfReconnected forgets all pages when the connection was lost since.
-func (c *pageCache) clearIfReconnected(nc *nats.Conn) {
-	if n := nc.Stats().Reconnects; c.reconnects.Swap(n) != n {
-		c.Clear()
-	}
-}
+// OnRead lets a test get between the reads of head and pages: f hears of pages that are about to
+// be read from the bucket, by key. It must be set before the store is used.
+func (s *Store) OnRead(f func(keys []string)) { s.register.reading = f }
 
 // memory estimates what a page takes that was parsed from raw, which its messages are parts of.
 func (p *Page) memory(raw []byte) int { return len(raw) + len(p.Nodes)*int(unsafe.Sizeof(PageNode{})) }
@@ -82,12 +77,12 @@ func (s *Store) readPages(ctx context.Context, token string, pages []int64) map[
 	}
 	ctx, cancel := context.WithTimeout(ctx, readTimeout)
 	defer cancel()
-	const prefix = "$KV." + Bucket + "."
+	prefix := "$KV." + s.generation.Bucket + "."
 	subjects := pageKeys(token, pages)
 	for i := range subjects {
 		subjects[i] = prefix + subjects[i]
 	}
-	msgs, err := jetstreamext.GetLastMsgsFor(ctx, s.js, "KV_"+Bucket, subjects)
+	msgs, err := jetstreamext.GetLastMsgsFor(ctx, s.register.js, "KV_"+s.generation.Bucket, subjects)
 	if err != nil {
 		return nil
 	}

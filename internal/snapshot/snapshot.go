@@ -46,6 +46,7 @@ type group struct {
 // them writes. It is not safe for concurrent use.
 type Snapshot struct {
 	*session.State
+	fold      int // version of the fold that made it
 	groups    []group
 	open      []page // the open index
 	nextPage  int64
@@ -58,7 +59,17 @@ type Snapshot struct {
 
 // New returns the snapshot of a session without events.
 func New(id string, f events.Format, keep surface.Keep) *Snapshot {
-	return &Snapshot{State: session.New(id, f, nil, keep)}
+	return &Snapshot{State: session.New(id, f, nil, keep), fold: session.FoldVersion}
+}
+
+// Foldable says whether this program may fold on: an error of code fold-version says that another
+// version of the fold made the snapshot.
+func (s *Snapshot) Foldable() error {
+	if s.fold == session.FoldVersion {
+		return nil
+	}
+	return &events.Error{Code: events.CodeFoldVersion, Session: s.ID, Detail: fmt.Sprintf(
+		"version %d of the fold made the snapshot, and this program has version %d; build all of them anew with `projector rebuild`, or run the program that made it", s.fold, session.FoldVersion)}
 }
 
 // PagesError says that folding needs pages that are not in memory: read them, Fill them in,
@@ -69,8 +80,12 @@ func (e *PagesError) Error() string { return fmt.Sprintf("pages %v are not in me
 
 // Fold folds a commit as session.State.FoldCommit does, and keeps the cuts in step. The
 // error may be a *PagesError; the events before the one that needs the pages are applied then.
-// each, when given, sees every applied plan.
+// each, when given, sees every applied plan. A snapshot that another version of the fold made is
+// refused.
 func (s *Snapshot) Fold(c *events.Commit, v *events.Vocabulary, each func(*session.Plan)) error {
+	if err := s.Foldable(); err != nil {
+		return err
+	}
 	err := s.FoldCommitIf(c, v, func(p *session.Plan) error {
 		if !p.Change.Replace {
 			return nil

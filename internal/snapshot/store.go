@@ -4,13 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/internal/events"
-	"palimpsest/internal/journal"
 	"palimpsest/internal/surface"
 )
 
@@ -26,36 +24,30 @@ const readTimeout = 5 * time.Second
 // tornReads is how often a reader starts over because a page went away under it.
 const tornReads = 8
 
-// DefaultPageCache is how many bytes of pages a Store keeps in memory by default.
-const DefaultPageCache = 128 << 20
-
-// Store is the bucket of snapshots. It is safe for concurrent use.
+// Store is the bucket of snapshots: the one that serves, whichever that is, or one generation of
+// it. It is safe for concurrent use.
 type Store struct {
-	js    jetstream.JetStream
-	kv    jetstream.KeyValue
-	pages atomic.Pointer[pageCache]
-
-	// Reading, when set, hears of pages that are about to be read from the bucket, by key. It
-	// lets a test get between the reads of head and pages. Nil in production.
-	Reading func(keys []string)
+	follower   *follower // nil for one generation
+	generation Generation
+	register   *register
+	kv         jetstream.KeyValue
 }
 
-// Open binds to the bucket, creating it when it is not there.
+// Open binds to the bucket that serves, creating the first one when there is none.
 func Open(ctx context.Context, js jetstream.JetStream, replicas int) (*Store, error) {
-	kv, err := journal.OpenBucket(ctx, js, jetstream.KeyValueConfig{
-		Bucket: Bucket, Description: "Palimpsest: session snapshots, see docs/kv-layout.md", History: 1,
-		Storage: jetstream.FileStorage, Replicas: replicas, Compression: true,
-	})
+	r, err := openRegister(ctx, js, replicas)
 	if err != nil {
 		return nil, err
 	}
-	s := &Store{js: js, kv: kv}
-	s.CachePages(DefaultPageCache)
-	return s, nil
+	f := &follower{register: r}
+	if _, err := f.look(ctx); err != nil {
+		return nil, err
+	}
+	return &Store{follower: f, register: r}, nil
 }
 
-// KV returns the bucket itself.
-func (s *Store) KV() jetstream.KeyValue { return s.kv }
+// KV returns the bucket itself, the one that serves now.
+func (s *Store) KV() jetstream.KeyValue { return s.Pin(context.Background()).kv }
 
 func (s *Store) get(ctx context.Context, key string) ([]byte, uint64, error) {
 	// A request that was lost with its connection is never answered: do not wait for all of ctx.
@@ -81,6 +73,7 @@ func unavailable(err error) error {
 // Head reads a session's head. A session without one has revision 0 and a nil head. A damaged
 // head is an error of code snapshot-damaged, and its revision is returned all the same.
 func (s *Store) Head(ctx context.Context, session string) (*Head, uint64, error) {
+	s = s.Pin(ctx)
 	raw, rev, err := s.get(ctx, HeadKey(session))
 	if errors.Is(err, errNoValue) {
 		return nil, 0, nil
@@ -96,6 +89,7 @@ func (s *Store) Head(ctx context.Context, session string) (*Head, uint64, error)
 // the messages of sealed pages. A session without a head has a nil snapshot and revision 0; a
 // damaged snapshot is an error of code snapshot-damaged, with the revision of its head.
 func (s *Store) Load(ctx context.Context, session string, keep surface.Keep) (*Snapshot, uint64, error) {
+	s = s.Pin(ctx)
 	for try := 0; ; try++ {
 		h, rev, err := s.Head(ctx, session)
 		if err != nil || h == nil {
@@ -135,19 +129,20 @@ func damagedValue(session string, err error) error {
 
 // FillPages reads pages into a snapshot. gone reports that one of them is not there (any more).
 func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (gone bool, err error) {
-	token, cache := events.Token(snap.ID), s.pages.Load()
-	cache.clearIfReconnected(s.js.Conn())
+	s = s.Pin(ctx)
+	token, cache := events.Token(snap.ID), s.register.pages.Load()
+	cache.ClearAt(s.register.js.Conn().Stats().Reconnects)
 	var missing []int64
 	for _, n := range pages {
-		if p, ok := cache.Get(PageKey(token, n)); !ok || snap.Fill(n, p.Nodes) != nil {
+		if p, ok := cache.Get(s.cached(PageKey(token, n))); !ok || snap.Fill(n, p.Nodes) != nil {
 			missing = append(missing, n)
 		}
 	}
 	for len(missing) > 0 {
 		some := snap.batch(missing)
 		missing = missing[len(some):]
-		if s.Reading != nil {
-			s.Reading(pageKeys(token, some))
+		if f := s.register.reading; f != nil {
+			f(pageKeys(token, some))
 		}
 		read := s.readPages(ctx, token, some)
 		for _, n := range some {
@@ -171,7 +166,7 @@ func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (g
 			if err := snap.Fill(n, p.Nodes); err != nil {
 				return false, err
 			}
-			cache.Put(key, p, p.memory(raw))
+			cache.Put(s.cached(key), p, p.memory(raw))
 		}
 	}
 	return false, nil
@@ -180,6 +175,7 @@ func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (g
 // Full reads a session's snapshot with all its messages, consistent in itself: when a page
 // went away under it, it starts over from the head.
 func (s *Store) Full(ctx context.Context, session string) (*Snapshot, uint64, error) {
+	s = s.Pin(ctx)
 	for try := 0; ; try++ {
 		snap, rev, err := s.Load(ctx, session, surface.KeepBodies)
 		if err != nil || snap == nil {
@@ -202,10 +198,11 @@ func (s *Store) Full(ctx context.Context, session string) (*Snapshot, uint64, er
 // returns the head's new revision. ErrMoved says that another owner wrote the head meanwhile;
 // any other error leaves open whether it was written.
 func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error) {
+	s = s.Pin(ctx)
 	for _, p := range f.Pages {
 		if f.Overwrite {
 			_, err := s.kv.Put(ctx, p.Key, p.Value)
-			s.pages.Load().Delete(p.Key)
+			s.register.pages.Load().Delete(s.cached(p.Key))
 			if err != nil {
 				return 0, unavailable(err)
 			}
@@ -223,12 +220,10 @@ func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error)
 	} else {
 		next, err = s.kv.Update(ctx, f.Head.Key, f.Head.Value, rev)
 	}
-	var api *jetstream.APIError
 	switch {
 	case err == nil:
 		return next, nil
-	case errors.Is(err, jetstream.ErrKeyExists),
-		errors.As(err, &api) && (api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence || api.ErrorCode == 10164):
+	case moved(err):
 		return 0, ErrMoved
 	}
 	return 0, unavailable(err)
@@ -236,8 +231,9 @@ func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error)
 
 // Delete removes keys that no head refers to any more. What is gone already is no error.
 func (s *Store) Delete(ctx context.Context, keys []string) error {
+	s = s.Pin(ctx)
 	for _, k := range keys {
-		s.pages.Load().Delete(k)
+		s.register.pages.Load().Delete(s.cached(k))
 		if err := s.kv.Purge(ctx, k); err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
 			return unavailable(err)
 		}
@@ -245,8 +241,22 @@ func (s *Store) Delete(ctx context.Context, keys []string) error {
 	return nil
 }
 
+// Remove deletes the head at a revision; ErrMoved says that there is another one. Its pages stay.
+func (s *Store) Remove(ctx context.Context, session string, rev uint64) error {
+	s = s.Pin(ctx)
+	err := s.kv.Purge(ctx, HeadKey(session), jetstream.LastRevision(rev))
+	switch {
+	case err == nil:
+		return nil
+	case moved(err):
+		return ErrMoved
+	}
+	return unavailable(err)
+}
+
 // Sessions returns the ids of the sessions that have a head, unordered.
 func (s *Store) Sessions(ctx context.Context) ([]string, error) {
+	s = s.Pin(ctx)
 	l, err := s.kv.ListKeysFiltered(ctx, "*")
 	if err != nil {
 		return nil, unavailable(err)

@@ -198,18 +198,18 @@ func TestReadersSeeNoTornSnapshot(t *testing.T) {
 	h, _ := kv.head(t)
 	last := h.Pages[len(h.Pages)-1]
 	moves := 0
-	store.Reading = func(keys []string) {
+	store.OnRead(func(keys []string) {
 		if !slices.Contains(keys, snapshot.PageKey(events.Token(sessionID), last.N)) {
 			return
 		}
-		store.Reading = nil
+		store.OnRead(nil)
 		moves++
 		c := b.commit(t, 1, user(opReplace(last.Seqs[0], last.Seqs[0]), sources(last.Seqs[:1]), "short"))
 		kv.fold(t, s, c)
 		if err := store.Delete(ctx, write()); err != nil {
 			t.Error(err)
 		}
-	}
+	})
 	full, _, err := store.Full(ctx, sessionID)
 	if err != nil {
 		t.Fatal(err)

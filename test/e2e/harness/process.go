@@ -68,13 +68,15 @@ func (a Appender) Start(t testing.TB) *Process {
 // Projector says how to start `projector serve`.
 type Projector struct {
 	NATS   string
-	Listen string // Defaults to 127.0.0.1:0
+	Listen string   // Defaults to 127.0.0.1:0
+	Args   []string // further ones
+	Env    []string // beside the test's own
 }
 
 // Start runs the projector until the test ends and waits until it is ready.
 func (p Projector) Start(t testing.TB) *Process {
 	t.Helper()
-	return start(t, "projector", "serve", "--listen", or(p.Listen, "127.0.0.1:0"), "--nats", p.NATS)
+	return startWith(t, p.Env, "projector", append([]string{"serve", "--listen", or(p.Listen, "127.0.0.1:0"), "--nats", p.NATS}, p.Args...)...)
 }
 
 func or(s, fallback string) string {
@@ -106,6 +108,11 @@ func startCommand(cmd *exec.Cmd) error {
 
 func start(t testing.TB, name string, args ...string) *Process {
 	t.Helper()
+	return startWith(t, nil, name, args...)
+}
+
+func startWith(t testing.TB, env []string, name string, args ...string) *Process {
+	t.Helper()
 	p := &Process{
 		Name:   name,
 		cmd:    exec.Command(program(t, name), args...),
@@ -114,6 +121,7 @@ func start(t testing.TB, name string, args ...string) *Process {
 		exited: make(chan struct{}),
 	}
 	p.cmd.Dir = t.TempDir()
+	p.cmd.Env = append(os.Environ(), env...)
 	p.cmd.Stderr = p.stderr
 	pipe, err := p.cmd.StdoutPipe()
 	if err != nil {
@@ -226,6 +234,19 @@ func (p *Process) Term(t testing.TB) {
 	}
 }
 
+// RSS is how much memory the process has resident, in bytes. It is known on Linux alone.
+func (p *Process) RSS() (int, bool) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", p.cmd.Process.Pid))
+	if err != nil {
+		return 0, false
+	}
+	var size, resident int
+	if _, err := fmt.Sscan(string(b), &size, &resident); err != nil {
+		return 0, false
+	}
+	return resident * os.Getpagesize(), true
+}
+
 // Stdout is what the process has written to its standard output so far.
 func (p *Process) Stdout() string { return p.stdout.String() }
 
@@ -257,7 +278,13 @@ func (r Result) Output() string { return r.Stdout + r.Stderr }
 // Run runs one of the programs to its end.
 func Run(t testing.TB, name string, args ...string) Result {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), runLimit)
+	return RunFor(t, runLimit, name, args...)
+}
+
+// RunFor is Run with a limit of time of its own.
+func RunFor(t testing.TB, limit time.Duration, name string, args ...string) Result {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, program(t, name), args...)
 	var stdout, stderr bytes.Buffer
@@ -271,7 +298,7 @@ func Run(t testing.TB, name string, args ...string) Result {
 		t.Fatalf("%s %s: %v", name, strings.Join(args, " "), err)
 	}
 	if ctx.Err() != nil {
-		t.Fatalf("%s %s did not end in %v\n%s", name, strings.Join(args, " "), runLimit, stderr.String())
+		t.Fatalf("%s %s did not end in %v\n%s", name, strings.Join(args, " "), limit, stderr.String())
 	}
 	r := Result{Code: cmd.ProcessState.ExitCode(), Stdout: stdout.String(), Stderr: stderr.String()}
 	for _, trouble := range troubles {

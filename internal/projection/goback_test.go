@@ -1,0 +1,91 @@
+package projection_test
+
+import (
+	"fmt"
+	"testing"
+
+	"palimpsest/internal/events"
+	"palimpsest/internal/journal/journaltest"
+	"palimpsest/internal/projection"
+)
+
+// powerCut stops the server, and starts it again with the log as it was when the function was made.
+func (w *world) powerCut() (cut func()) {
+	w.t.Helper()
+	w.srv.Down()
+	restore := w.srv.SaveStream(w.log.Config().Stream)
+	w.srv.Up()
+	return func() {
+		w.t.Helper()
+		w.srv.Down()
+		restore()
+		w.srv.Up()
+		w.restartAppender()
+	}
+}
+
+// The log loses its end and grows beyond every checkpoint again before anybody looks: whether the
+// projector stood still or ran meanwhile, every head becomes that of the log as it is, also those
+// of sessions that nobody writes to any more.
+func TestTheLogLostItsEndAndGrewAgain(t *testing.T) {
+	t.Parallel()
+	for _, running := range []bool{false, true} {
+		t.Run(fmt.Sprintf("running=%t", running), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			ctx := journaltest.Context(t)
+			k := w.worker(projection.Config{})
+			id := func(i int) string { return fmt.Sprint("s", i) }
+			const sessions = 8
+			for i := range sessions {
+				k.wrote(id(i), w.fill(id(i), 3, 3<<10))
+			}
+			cut := w.powerCut()
+			for i := range sessions {
+				k.wrote(id(i), w.fill(id(i), 8, 3<<10))
+			}
+			k.wrote("lost", w.append("lost", user("all of it")))
+			journaltest.Eventually(t, "checkpoints at the log's end", func() bool {
+				for _, p := range k.Status(ctx) {
+					if p.Checkpoint < p.Read || p.Lag == nil || *p.Lag > 0 {
+						return false
+					}
+				}
+				return true
+			})
+			if !running {
+				k.stop()
+			}
+			cut()
+			// Half of the sessions grow, with other events, past what the checkpoints tell of.
+			for n := range 90 {
+				w.append(id(n%(sessions/2)), user(fmt.Sprint("other ", n)))
+			}
+			if !running {
+				k = w.worker(projection.Config{})
+			}
+			journaltest.Eventually(t, "all heads at the log's end", func() bool {
+				for i := range sessions {
+					s, err := w.Status(ctx, id(i))
+					if err != nil {
+						t.Fatal(err)
+					}
+					if w.headSeq(id(i)) != s.NextSeq-1 {
+						return false
+					}
+				}
+				return w.headSeq("lost") == events.NoSeq
+			})
+			w.verify()
+			// And from then on as ever.
+			k.wrote("lost", w.append("lost", user("again")))
+			k.wrote(id(7), w.append(id(7), user("again")))
+			w.verify()
+			for _, p := range k.Status(ctx) {
+				if p.Error != "" {
+					t.Errorf("partition %d: %s", p.Partition, p.Error)
+				}
+			}
+		})
+	}
+}
