@@ -2,6 +2,7 @@ package snapshot
 
 import (
 	"context"
+	"errors"
 	"unsafe"
 
 	"github.com/synadia-io/orbit.go/jetstreamext"
@@ -19,18 +20,75 @@ const (
 // DefaultPageCache is how many bytes of pages a Store keeps in memory by default.
 const DefaultPageCache = 128 << 20
 
-// pageCache holds sealed pages by bucket and key, which are created once and never rewritten.
+// pageCache holds what was parsed of the values of a bucket, by bucket and key: pages and index
+// pages, which are created once and never rewritten, and heads, each of one revision.
 //
 // There are two exceptions. A page of a damaged snapshot is written over, and Write forgets it;
-// and a power cut can take the newest writes of a single server, after which a number is used
-// again: the server restarts then, so the cache is cleared at a reconnect.
-type pageCache = cache.Cache[[2]string, *Page]
+// and a power cut can take the newest writes of a single server, after which a number or a
+// revision is used again: the server restarts then, so the cache is cleared at a reconnect.
+type pageCache = cache.Cache[[2]string, kept]
 
-func newPageCache(bytes int) *pageCache { return cache.New[[2]string, *Page](bytes) }
+// kept is one of the three.
+type kept struct {
+	page     *Page
+	index    *IndexPage
+	head     *Head
+	revision uint64 // of the head
+}
+
+func newPageCache(bytes int) *pageCache { return cache.New[[2]string, kept](bytes) }
 
 func (s *Store) cached(key string) [2]string { return [2]string{s.generation.Bucket, key} }
 
-// CachePages keeps up to so many bytes of pages in memory, those that were read last. With 0
+// cache returns the cache, cleared when the connection was lost meanwhile.
+func (s *Store) cache() *pageCache {
+	c := s.register.pages.Load()
+	c.ClearAt(s.register.js.Conn().Stats().Reconnects)
+	return c
+}
+
+// readHead is Head through the cache: a head that did not change is not parsed again.
+func (s *Store) readHead(ctx context.Context, session string) (*Head, uint64, error) {
+	c, key := s.cache(), s.cached(HeadKey(session))
+	raw, rev, err := s.get(ctx, HeadKey(session))
+	if errors.Is(err, errNoValue) {
+		return nil, 0, nil
+	}
+	if err != nil {
+		return nil, 0, err
+	}
+	if k, ok := c.Get(key); ok && k.revision == rev && k.head.Session == session {
+		return k.head, rev, nil
+	}
+	h, err := ParseHead(raw, session)
+	if err == nil {
+		c.Put(key, kept{head: h, revision: rev}, len(raw)+len(h.Tail)*int(unsafe.Sizeof(PageNode{})))
+	}
+	return h, rev, err
+}
+
+// indexPage reads an index page.
+func (s *Store) indexPage(ctx context.Context, key string) (*IndexPage, error) {
+	c := s.cache()
+	if k, ok := c.Get(s.cached(key)); ok {
+		return k.index, nil
+	}
+	raw, _, err := s.get(ctx, key)
+	if err != nil {
+		return nil, err
+	}
+	ip, err := ParseIndexPage(raw, key)
+	if err == nil && ip.V == layoutVersion {
+		size := len(raw)
+		for i := range ip.Pages {
+			size += len(ip.Pages[i].Seqs)*8 + int(unsafe.Sizeof(PageEntry{}))
+		}
+		c.Put(s.cached(key), kept{index: ip}, size)
+	}
+	return ip, err
+}
+
+// CachePages keeps up to so many bytes of pages and heads in memory, those that were read last. With 0
 // every page is read from the bucket whenever it is asked for. Defaults to DefaultPageCache.
 func (s *Store) CachePages(bytes int) { s.register.pages.Store(newPageCache(bytes)) }
 

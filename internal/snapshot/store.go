@@ -90,8 +90,12 @@ func (s *Store) Head(ctx context.Context, session string) (*Head, uint64, error)
 // damaged snapshot is an error of code snapshot-damaged, with the revision of its head.
 func (s *Store) Load(ctx context.Context, session string, keep surface.Keep) (*Snapshot, uint64, error) {
 	s = s.Pin(ctx)
+	return s.load(ctx, session, keep, s.Head)
+}
+
+func (s *Store) load(ctx context.Context, session string, keep surface.Keep, head func(context.Context, string) (*Head, uint64, error)) (*Snapshot, uint64, error) {
 	for try := 0; ; try++ {
-		h, rev, err := s.Head(ctx, session)
+		h, rev, err := head(ctx, session)
 		if err != nil || h == nil {
 			return nil, rev, err
 		}
@@ -112,14 +116,6 @@ func (s *Store) Load(ctx context.Context, session string, keep surface.Keep) (*S
 	}
 }
 
-func (s *Store) indexPage(ctx context.Context, key string) (*IndexPage, error) {
-	raw, _, err := s.get(ctx, key)
-	if err != nil {
-		return nil, err
-	}
-	return ParseIndexPage(raw, key)
-}
-
 func damagedValue(session string, err error) error {
 	if errors.Is(err, errNoValue) {
 		return &events.Error{Code: events.CodeSnapshotDamaged, Session: session, Detail: "snapshot: the head refers to a page that is not there"}
@@ -130,11 +126,10 @@ func damagedValue(session string, err error) error {
 // FillPages reads pages into a snapshot. gone reports that one of them is not there (any more).
 func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (gone bool, err error) {
 	s = s.Pin(ctx)
-	token, cache := events.Token(snap.ID), s.register.pages.Load()
-	cache.ClearAt(s.register.js.Conn().Stats().Reconnects)
+	token, cache := events.Token(snap.ID), s.cache()
 	var missing []int64
 	for _, n := range pages {
-		if p, ok := cache.Get(s.cached(PageKey(token, n))); !ok || snap.Fill(n, p.Nodes) != nil {
+		if p, ok := cache.Get(s.cached(PageKey(token, n))); !ok || snap.Fill(n, p.page.Nodes) != nil {
 			missing = append(missing, n)
 		}
 	}
@@ -166,7 +161,7 @@ func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (g
 			if err := snap.Fill(n, p.Nodes); err != nil {
 				return false, err
 			}
-			cache.Put(s.cached(key), p, p.memory(raw))
+			cache.Put(s.cached(key), kept{page: p}, p.memory(raw))
 		}
 	}
 	return false, nil
@@ -177,7 +172,7 @@ func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (g
 func (s *Store) Full(ctx context.Context, session string) (*Snapshot, uint64, error) {
 	s = s.Pin(ctx)
 	for try := 0; ; try++ {
-		snap, rev, err := s.Load(ctx, session, surface.KeepBodies)
+		snap, rev, err := s.load(ctx, session, surface.KeepBodies, s.readHead)
 		if err != nil || snap == nil {
 			return nil, 0, err
 		}
