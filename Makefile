@@ -8,7 +8,7 @@ BENCH    ?= .
 ARGS     ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat soak e2e-scale lint verify clean
+.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat soak e2e-scale lint verify clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,12 @@ bench-append: ## Measure appends beside raw publishes to the same server, in two
 
 bench-append-flat: ## Measure appends to sessions of up to a million events, and memory
 	@$(GO) run ./bench/append --flat $(ARGS)
+
+bench-project: ## Measure projection and reads beside bare consumers, KV writes and KV reads, in two minutes (ARGS=--help)
+	@$(GO) run ./bench/project $(ARGS)
+
+bench-project-flat: ## Measure the bytes written to KV an event, for sessions of up to a million events
+	@$(GO) run ./bench/project --flat $(ARGS)
 
 soak: ## Load real programs, kill the appender again and again, check all (ARGS='-duration 1m')
 	@$(GO) run ./test/soak $(ARGS)

@@ -46,7 +46,7 @@ func projectorMetrics(w *projection.Worker) handler {
 	s := w.Stats()
 	return metricsOf("projector", map[string]*atomic.Int64{
 		"events": &s.Events, "commits": &s.Commits, "flushes": &s.Flushes, "healed": &s.Healed,
-		"moved": &s.Moved, "quarantined": &s.Quarantined, "loads": &s.Loads,
+		"moved": &s.Moved, "quarantined": &s.Quarantined, "loads": &s.Loads, "writes": &s.Writes, "written_bytes": &s.WrittenBytes,
 		"stale_writes_refused": &s.Stale, "leases_lost": &s.Lost,
 	}, map[string]func() float64{
 		"lag":                      func() float64 { return w.Gauges().Lag },

@@ -15,7 +15,6 @@ import (
 	"palimpsest/internal/audit"
 	"palimpsest/internal/events"
 	"palimpsest/internal/projection"
-	"palimpsest/internal/provider"
 	"palimpsest/internal/session"
 )
 
@@ -145,52 +144,6 @@ func open(v *projection.View) []byte {
 		b = append(append(b, `,"quarantine":`...), q...)
 	}
 	return b
-}
-
-func (s *projectorAPI) messages(w http.ResponseWriter, r *http.Request, id string) error {
-	v, err := s.view(w, r, id, "format")
-	if err != nil || v == nil {
-		return err
-	}
-	var list []provider.Message
-	for i := range v.Surface.Len() {
-		n := v.Surface.Node(i)
-		m, err := n.Message(v.Format)
-		if err != nil {
-			return err
-		}
-		if m != nil {
-			list = append(list, provider.Message{Seq: n.Seq, Kind: n.Kind, JSON: m})
-		}
-	}
-	b := append(open(v), ',')
-	if f := r.URL.Query().Get("format"); f != "" && f != "json" {
-		if t := provider.Target(f); t != provider.OpenAI && t != provider.Anthropic {
-			return badRequest(fmt.Sprintf("format: expected json, %s or %s, found %q", provider.OpenAI, provider.Anthropic, f))
-		}
-		rendered, err := provider.Render(provider.Target(f), v.Format, list)
-		if err != nil {
-			return err
-		}
-		b = rendered.AppendJSON(b)
-		return writeBody(w, typeJSON, append(b, "}\n"...))
-	}
-	b = append(b, `"messages":[`...)
-	for i := range list {
-		if i > 0 {
-			b = append(b, ',')
-		}
-		b = append(b, list[i].JSON...)
-	}
-	b = append(b, ']')
-	if unpaired := provider.Unpaired(v.Format, list); len(unpaired) > 0 {
-		u, err := events.Marshal(unpaired)
-		if err != nil {
-			return err
-		}
-		b = append(append(b, `,"unpaired":`...), u...)
-	}
-	return writeBody(w, typeJSON, append(b, "}\n"...))
 }
 
 func (s *projectorAPI) surface(w http.ResponseWriter, r *http.Request, id string) error {

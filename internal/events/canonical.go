@@ -159,3 +159,14 @@ func CutLine(body []byte) (line, rest []byte) {
 	}
 	return body, nil
 }
+
+// ScanValue validates the JSON value that b begins with and returns how many bytes it takes. ok is
+// false when it is no JSON, or has white space between its tokens or more than MaxDepth levels.
+// Its strings need not be valid UTF-8.
+func ScanValue(b []byte) (n int, ok bool) {
+	s := scanner{b: b, maxDepth: MaxDepth}
+	if s.value(0) != nil || s.spaces {
+		return 0, false
+	}
+	return s.i, true
+}

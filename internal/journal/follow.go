@@ -29,6 +29,9 @@ type Delivery struct {
 // as long as a request that nobody answers, which is no reason to keep the caller.
 const stopWait = time.Second
 
+// msgOverhead is what the server counts for a message beside its headers and body: subjects.
+const msgOverhead = 4096
+
 // stallCheck is how often a follower that was handed nothing asks the stream's leader whether that
 // is right.
 const stallCheck = 2 * time.Second
@@ -60,6 +63,10 @@ type Follower struct {
 // Follow starts reading a partition behind a stream sequence. f is called from one goroutine at a
 // time, and while it blocks no more than a few messages are buffered. The consumer has no acks: who
 // follows remembers how far it got. failed hears of trouble that the reader does not mend itself.
+//
+// pull messages are asked for at a time, less when they come to more bytes than the largest message
+// may have, and the next ones once these are there: so what the server must hold for a connection is at
+// most that many bytes for each of its partitions, which are spread over all connections for bulk.
 func (j *Journal) Follow(ctx context.Context, partition int, after uint64, pull int, f func(Delivery), failed func(error)) (*Follower, error) {
 	fw := &Follower{j: j, partition: partition, pull: pull, deliver: f, failed: failed, last: after, watched: make(chan struct{}), done: make(chan struct{})}
 	if err := fw.consume(ctx, after, 0); err != nil {
@@ -72,7 +79,7 @@ func (j *Journal) Follow(ctx context.Context, partition int, after uint64, pull 
 
 // consume begins to read behind a stream sequence.
 func (f *Follower) consume(ctx context.Context, after uint64, turn int) error {
-	cons, err := f.j.js.OrderedConsumer(ctx, f.j.cfg.Stream, jetstream.OrderedConsumerConfig{
+	cons, err := f.j.bulk[f.partition%len(f.j.bulk)].OrderedConsumer(ctx, f.j.cfg.Stream, jetstream.OrderedConsumerConfig{
 		FilterSubjects:    []string{f.filter()},
 		DeliverPolicy:     jetstream.DeliverByStartSequencePolicy,
 		OptStartSeq:       after + 1,
@@ -92,7 +99,7 @@ func (f *Follower) consume(ctx context.Context, after uint64, turn int) error {
 		if f.turn == turn {
 			f.hand(m.Headers(), m.Data(), m.Subject(), Delivery{StreamSeq: meta.Sequence.Stream, Pending: meta.NumPending, Stored: meta.Timestamp})
 		}
-	}, jetstream.PullMaxMessages(f.pull), jetstream.ConsumeErrHandler(func(_ jetstream.ConsumeContext, err error) {
+	}, jetstream.PullMaxMessagesWithBytesLimit(f.pull, f.j.MaxCommit()+events.HeaderReserve+msgOverhead), jetstream.PullThresholdMessages(1), jetstream.ConsumeErrHandler(func(_ jetstream.ConsumeContext, err error) {
 		f.failed(fmt.Errorf("partition %d: %w", f.partition, err))
 	}))
 	if err != nil {

@@ -11,6 +11,7 @@ import (
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal/journaltest"
+	"palimpsest/internal/platform"
 )
 
 // deliveries gathers what a follower delivers.
@@ -293,4 +294,32 @@ func TestFollowDeliversWhatLooksLikeAStatus(t *testing.T) {
 	}
 	store(t, j, 0, journaltest.NewWriter("behind", nil).Commit("behind", 1, 60))
 	journaltest.Eventually(t, "what lies behind", func() bool { return slices.Contains(d.seqs(), 4) })
+}
+
+// A pull asks for many messages and for no more bytes than the largest message may have: large
+// ones come all the same, also in the midst of small ones.
+func TestFollowDeliversTheLargestCommits(t *testing.T) {
+	t.Parallel()
+	s := journaltest.Start(t, func(c *platform.EmbedConfig) { c.MaxPayload = 256 << 10 })
+	j := open(t, s, Config{Partitions: 1})
+	w := journaltest.NewWriter("s", nil)
+	var want []uint64
+	end := uint64(0)
+	for i := range 12 {
+		size := 100
+		if i%3 > 0 {
+			size = j.MaxCommit() - 120 // of data: all of the commit but the envelope
+		}
+		c := w.Commit(fmt.Sprintf("c%d", i), 1, size)
+		if size > 100 && len(c.Body) < j.MaxCommit()-80 {
+			t.Fatalf("expected a body of about %d bytes, found %d", j.MaxCommit(), len(c.Body))
+		}
+		end = store(t, j, end, c)
+		want = append(want, end)
+	}
+	_, d := follow(t, j, 0, 0)
+	journaltest.Eventually(t, "every commit", func() bool { return len(d.seqs()) >= len(want) })
+	if got := d.seqs(); !slices.Equal(got, want) {
+		t.Errorf("expected %v, found %v", want, got)
+	}
 }

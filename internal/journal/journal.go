@@ -80,7 +80,8 @@ const (
 
 // Conns are the connections that a journal uses.
 type Conns struct {
-	// Publish carries commits. More than one spreads the load of clients with many sessions.
+	// Publish carries commits, and those that partitions are followed by. More than one spreads
+	// the load of clients with many sessions. Without any, partitions are followed over Read.
 	Publish []*nats.Conn
 	// Read carries reads, the KV buckets and stream management.
 	Read *nats.Conn
@@ -92,6 +93,7 @@ type Journal struct {
 	conns  Conns
 	acks   []*acks // one for each of conns.Publish
 	js     jetstream.JetStream
+	bulk   []jetstream.JetStream // partitions are followed over these, conns.Publish
 	vocab  atomic.Pointer[events.Vocabulary]
 	Faults Faults
 }
@@ -117,6 +119,16 @@ func Open(ctx context.Context, conns Conns, cfg Config, v *events.Vocabulary) (*
 	var err error
 	if j.js, err = jetstream.New(conns.Read); err != nil {
 		return nil, fmt.Errorf("journal: %w", err)
+	}
+	for _, c := range conns.Publish {
+		js, err := jetstream.New(c)
+		if err != nil {
+			return nil, fmt.Errorf("journal: %w", err)
+		}
+		j.bulk = append(j.bulk, js)
+	}
+	if j.bulk == nil {
+		j.bulk = []jetstream.JetStream{j.js}
 	}
 	j.vocab.Store(v)
 	s, err := j.js.Stream(ctx, j.cfg.Stream)

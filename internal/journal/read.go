@@ -288,8 +288,14 @@ func (j *Journal) CommitID(ctx context.Context, streamSeq uint64) (string, error
 	return m.Header.Get(jetstream.MsgIDHeader), nil
 }
 
-// Reconnects is how often the connection that partitions are read on was made anew.
-func (j *Journal) Reconnects() uint64 { return j.js.Conn().Stats().Reconnects }
+// Reconnects is how often the connections were made anew, all that the journal has together.
+func (j *Journal) Reconnects() uint64 {
+	n := j.conns.Read.Stats().Reconnects
+	for _, c := range j.conns.Publish {
+		n += c.Stats().Reconnects
+	}
+	return n
+}
 
 // SessionsOf returns the ids of the sessions of a partition that have a log, unordered.
 func (j *Journal) SessionsOf(ctx context.Context, partition int) ([]string, error) {

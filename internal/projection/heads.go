@@ -11,6 +11,7 @@ import (
 type Heads struct {
 	mu      sync.Mutex
 	waiting map[string][]*waiter
+	sick    map[string]bool // sessions that were put into quarantine here
 }
 
 type waiter struct {

@@ -703,6 +703,9 @@ func (p *partition) write(ctx context.Context, f *snapshot.Flush, rev uint64) (u
 		wctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 		next, err := p.b.Snapshots.Write(wctx, f, rev)
 		cancel()
+		if err == nil {
+			p.w.stats.wrote(f)
+		}
 		if err == nil || errors.Is(err, snapshot.ErrMoved) {
 			return next, err
 		}

@@ -130,6 +130,7 @@ func (p *partition) record(ctx context.Context, session string, streamSeq uint64
 	if _, err := p.b.Quarantine.Put(ctx, p.b.quarantineKey(session), b); err != nil {
 		return nil, unavailable("quarantine", err)
 	}
+	p.w.heads.sickened(session)
 	return q, nil
 }
 

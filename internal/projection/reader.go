@@ -10,6 +10,7 @@ import (
 
 	"github.com/nats-io/nats.go"
 
+	"palimpsest/internal/cache"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/sessionfile"
@@ -26,11 +27,15 @@ type Reader struct {
 	headers *journal.Headers
 	buckets *Buckets
 	heads   *Heads
+	known   *cache.Cache[string, *events.Header]
+	sick    *sickList
 }
 
 // NewReader returns a reader. heads may be those of a worker in the same process, or new.
 func NewReader(j *journal.Journal, h *journal.Headers, b *Buckets, heads *Heads) *Reader {
-	return &Reader{j, h, b, heads}
+	r := &Reader{log: j, headers: h, buckets: b, heads: heads, sick: new(sickList)}
+	r.CacheHeaders(DefaultHeaderCache)
+	return r
 }
 
 // Journal returns the log.
@@ -64,7 +69,7 @@ func (r *Reader) View(ctx context.Context, session string, want Want) (*View, er
 	if err := events.CheckSessionID(session); err != nil {
 		return nil, err
 	}
-	h, err := r.headers.Get(ctx, session)
+	h, err := r.header(ctx, session)
 	if err != nil {
 		return nil, err
 	}
@@ -95,7 +100,7 @@ func (r *Reader) View(ctx context.Context, session string, want Want) (*View, er
 		snap = snapshot.New(session, h.Format, surface.KeepBodies)
 	}
 	v := &View{Snapshot: snap}
-	if v.Quarantine, err = r.buckets.QuarantineOf(ctx, session); err != nil {
+	if v.Quarantine, err = r.quarantineOf(ctx, session, want.Fresh); err != nil {
 		return nil, err
 	}
 	if want.Fresh && v.Quarantine == nil {

@@ -47,10 +47,8 @@ type Config struct {
 	Writes int
 	// CheckpointEvery is how often a partition's checkpoint is written. Defaults to 500 ms.
 	CheckpointEvery time.Duration
-	// Pull is how many messages of a partition are asked for at a time. Times 32 partitions,
-	// times the size of a message, it must stay well below what the server keeps pending for a
-	// connection (64 MiB on a stock server). Defaults to 64, and to fewer where messages may be
-	// large.
+	// Pull is how many messages of a partition are asked for at a time, at most: never more bytes
+	// than the largest message may have. Defaults to 256.
 	Pull int
 	// CacheBytes bounds the memory of sessions that are kept between events, over all
 	// partitions. Defaults to 512 MiB.
@@ -78,7 +76,7 @@ type Signals struct {
 	Moved        func(session string) // a head write was refused
 }
 
-func (c Config) withDefaults(maxPayload int) Config {
+func (c Config) withDefaults() Config {
 	if c.FlushAfter == 0 {
 		c.FlushAfter = 50 * time.Millisecond
 	}
@@ -92,8 +90,7 @@ func (c Config) withDefaults(maxPayload int) Config {
 		c.CheckpointEvery = 500 * time.Millisecond
 	}
 	if c.Pull == 0 {
-		// Half of a stock server's pending limit, if every message were as large as can be.
-		c.Pull = min(64, max(1, (32<<20)/max(1, maxPayload)/8))
+		c.Pull = 256
 	}
 	if c.CacheBytes == 0 {
 		c.CacheBytes = 512 << 20
@@ -197,11 +194,23 @@ type Stats struct {
 	Stale atomic.Int64
 	// Lost counts leases that ended before the partition was handed over.
 	Lost atomic.Int64
+	// Writes are the heads and pages that were written, WrittenBytes their values.
+	Writes, WrittenBytes atomic.Int64
+}
+
+// wrote counts a flush that was written.
+func (s *Stats) wrote(f *snapshot.Flush) {
+	n := len(f.Head.Value)
+	for i := range f.Pages {
+		n += len(f.Pages[i].Value)
+	}
+	s.Writes.Add(int64(len(f.Pages)) + 1)
+	s.WrittenBytes.Add(int64(n))
 }
 
 // NewWorker returns a worker at rest. heads hears of every head that it writes.
 func NewWorker(j *journal.Journal, b *Buckets, heads *Heads, cfg Config) *Worker {
-	cfg = cfg.withDefaults(j.MaxCommit())
+	cfg = cfg.withDefaults()
 	return &Worker{cfg: cfg, log: j, buckets: b, heads: heads, born: time.Now(), partitions: map[int]*running{}, writes: make(chan struct{}, cfg.Writes)}
 }
 

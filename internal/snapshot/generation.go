@@ -84,6 +84,8 @@ type register struct {
 	js       jetstream.JetStream
 	kv       jetstream.KeyValue
 	replicas int
+	pages    atomic.Pointer[pageCache] // of all generations
+	reading  func(keys []string)       // see OnRead
 }
 
 func openRegister(ctx context.Context, js jetstream.JetStream, replicas int) (*register, error) {
@@ -94,7 +96,9 @@ func openRegister(ctx context.Context, js jetstream.JetStream, replicas int) (*r
 	if err != nil {
 		return nil, err
 	}
-	return &register{js, kv, replicas}, nil
+	r := &register{js: js, kv: kv, replicas: replicas}
+	r.pages.Store(newPageCache(DefaultPageCache))
+	return r, nil
 }
 
 // read returns what is stored, and stores a first generation when there is nothing.
@@ -156,7 +160,7 @@ func (r *register) bind(ctx context.Context, g Generation, create bool) (*Store,
 		if err != nil {
 			return nil, err
 		}
-		return &Store{generation: g, kv: kv}, nil
+		return &Store{generation: g, register: r, kv: kv}, nil
 	}
 	kv, err := r.js.KeyValue(ctx, g.Bucket)
 	if errors.Is(err, jetstream.ErrBucketNotFound) {
@@ -165,7 +169,7 @@ func (r *register) bind(ctx context.Context, g Generation, create bool) (*Store,
 	if err != nil {
 		return nil, unavailable(err)
 	}
-	return &Store{generation: g, kv: kv}, nil
+	return &Store{generation: g, register: r, kv: kv}, nil
 }
 
 // follower keeps a store at the generation that serves.

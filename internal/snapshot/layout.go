@@ -349,12 +349,15 @@ func (s *Snapshot) appendHead(b []byte) ([]byte, error) {
 
 // ParseHead reads a head and checks that it is of a layout that this program knows.
 func ParseHead(b []byte, session string) (*Head, error) {
-	h := new(Head)
+	h, ok := parseHead(b)
 	bad := func(format string, args ...any) error {
 		return &events.Error{Code: events.CodeSnapshotDamaged, Session: session, Detail: "head: " + fmt.Sprintf(format, args...)}
 	}
-	if err := json.Unmarshal(b, h); err != nil {
-		return nil, bad("%v", err)
+	if !ok {
+		h = new(Head)
+		if err := json.Unmarshal(b, h); err != nil {
+			return nil, bad("%v", err)
+		}
 	}
 	switch {
 	case h.V != layoutVersion:

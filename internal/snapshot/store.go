@@ -2,7 +2,6 @@ package snapshot
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"time"
@@ -30,6 +29,7 @@ const tornReads = 8
 type Store struct {
 	follower   *follower // nil for one generation
 	generation Generation
+	register   *register
 	kv         jetstream.KeyValue
 }
 
@@ -43,7 +43,7 @@ func Open(ctx context.Context, js jetstream.JetStream, replicas int) (*Store, er
 	if _, err := f.look(ctx); err != nil {
 		return nil, err
 	}
-	return &Store{follower: f}, nil
+	return &Store{follower: f, register: r}, nil
 }
 
 // KV returns the bucket itself, the one that serves now.
@@ -96,15 +96,18 @@ func (s *Store) Load(ctx context.Context, session string, keep surface.Keep) (*S
 	if err != nil {
 		return nil, 0, err
 	}
+	return s.load(ctx, session, keep, s.Head)
+}
+
+func (s *Store) load(ctx context.Context, session string, keep surface.Keep, head func(context.Context, string) (*Head, uint64, error)) (*Snapshot, uint64, error) {
 	for try := 0; ; try++ {
-		h, rev, err := s.Head(ctx, session)
+		h, rev, err := head(ctx, session)
 		if err != nil || h == nil {
 			return nil, rev, err
 		}
 		index := make([]*IndexPage, len(h.Index))
 		for i, n := range h.Index {
-			index[i] = new(IndexPage)
-			if err = s.value(ctx, IndexKey(events.Token(session), n), index[i]); err != nil {
+			if index[i], err = s.indexPage(ctx, IndexKey(events.Token(session), n)); err != nil {
 				break
 			}
 		}
@@ -119,17 +122,6 @@ func (s *Store) Load(ctx context.Context, session string, keep surface.Keep) (*S
 	}
 }
 
-func (s *Store) value(ctx context.Context, key string, into any) error {
-	raw, _, err := s.get(ctx, key)
-	if err != nil {
-		return err
-	}
-	if err := json.Unmarshal(raw, into); err != nil {
-		return &events.Error{Code: events.CodeSnapshotDamaged, Detail: fmt.Sprintf("snapshot: key %s: %v", key, err)}
-	}
-	return nil
-}
-
 func damagedValue(session string, err error) error {
 	if errors.Is(err, errNoValue) {
 		return &events.Error{Code: events.CodeSnapshotDamaged, Session: session, Detail: "snapshot: the head refers to a page that is not there"}
@@ -140,20 +132,42 @@ func damagedValue(session string, err error) error {
 // FillPages reads pages into a snapshot. gone reports that one of them is not there (any more).
 func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (gone bool, err error) {
 	s = s.Pin(ctx)
+	token, cache := events.Token(snap.ID), s.cache()
+	var missing []int64
 	for _, n := range pages {
-		var p Page
-		err := s.value(ctx, PageKey(events.Token(snap.ID), n), &p)
-		if errors.Is(err, errNoValue) {
-			return true, nil
+		if p, ok := cache.Get(s.cached(PageKey(token, n))); !ok || snap.Fill(n, p.page.Nodes) != nil {
+			missing = append(missing, n)
 		}
-		if err != nil {
-			return false, err
+	}
+	for len(missing) > 0 {
+		some := snap.batch(missing)
+		missing = missing[len(some):]
+		if f := s.register.reading; f != nil {
+			f(pageKeys(token, some))
 		}
-		if p.V != layoutVersion {
-			return false, snap.damaged("page %d: layout version: expected %d, found %d", n, layoutVersion, p.V)
-		}
-		if err := snap.Fill(n, p.Nodes); err != nil {
-			return false, err
+		read := s.readPages(ctx, token, some)
+		for _, n := range some {
+			key := PageKey(token, n)
+			raw := read[key]
+			if raw == nil { // not there, or not answered: this tells which
+				if raw, _, err = s.get(ctx, key); errors.Is(err, errNoValue) {
+					return true, nil
+				}
+			}
+			if err != nil {
+				return false, err
+			}
+			p, err := ParsePage(raw, key)
+			if err != nil {
+				return false, err
+			}
+			if p.V != layoutVersion {
+				return false, snap.damaged("page %d: layout version: expected %d, found %d", n, layoutVersion, p.V)
+			}
+			if err := snap.Fill(n, p.Nodes); err != nil {
+				return false, err
+			}
+			cache.Put(s.cached(key), kept{page: p}, p.memory(raw))
 		}
 	}
 	return false, nil
@@ -167,7 +181,7 @@ func (s *Store) Full(ctx context.Context, session string) (*Snapshot, uint64, er
 		return nil, 0, err
 	}
 	for try := 0; ; try++ {
-		snap, rev, err := s.Load(ctx, session, surface.KeepBodies)
+		snap, rev, err := s.load(ctx, session, surface.KeepBodies, s.readHead)
 		if err != nil || snap == nil {
 			return nil, 0, err
 		}
@@ -191,7 +205,9 @@ func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error)
 	s = s.Pin(ctx)
 	for _, p := range f.Pages {
 		if f.Overwrite {
-			if _, err := s.kv.Put(ctx, p.Key, p.Value); err != nil {
+			_, err := s.kv.Put(ctx, p.Key, p.Value)
+			s.register.pages.Load().Delete(s.cached(p.Key))
+			if err != nil {
 				return 0, unavailable(err)
 			}
 			continue
@@ -221,6 +237,7 @@ func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error)
 func (s *Store) Delete(ctx context.Context, keys []string) error {
 	s = s.Pin(ctx)
 	for _, k := range keys {
+		s.register.pages.Load().Delete(s.cached(k))
 		if err := s.kv.Purge(ctx, k); err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
 			return unavailable(err)
 		}
