@@ -14,7 +14,8 @@ import (
 type cli struct {
 	platform.LogFlags
 	Serve      serveCmd      `cmd:"" help:"Project the log and serve the read API."`
-	Sessions   sessionsCmd   `cmd:"" help:"List sessions."`
+	Sessions   sessionsCmd   `cmd:"" help:"List sessions and what they are doing."`
+	Feed       feedCmd       `cmd:"" help:"Show changes of all sessions as they happen, until Ctrl-C."`
 	Messages   messagesCmd   `cmd:"" help:"Print the messages that the model should see."`
 	Surface    surfaceCmd    `cmd:"" help:"Print the nodes of the surface."`
 	Watch      watchCmd      `cmd:"" help:"Show changes of the surface as they happen, until Ctrl-C."`

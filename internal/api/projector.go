@@ -2,7 +2,6 @@ package api
 
 import (
 	"context"
-	"encoding/base64"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -27,6 +26,8 @@ type ProjectorConfig struct {
 	WaitMost time.Duration
 	// PageBytes bounds the events of one answer, in bytes of their lines. Defaults to 4 MiB.
 	PageBytes int
+	// Fleet is the index of all sessions. Defaults to one that the first request for it fills.
+	Fleet *projection.Fleet
 	// Ready says why requests cannot be served at the moment, nil when they can.
 	Ready func(context.Context) error
 	// Logger hears of failed requests. Defaults to slog.Default().
@@ -52,12 +53,16 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, hubs *projection.
 	if cfg.PageBytes == 0 {
 		cfg.PageBytes = 4 << 20
 	}
+	if cfg.Fleet == nil {
+		cfg.Fleet = projection.NewFleet(r, projection.FleetConfig{})
+	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.Default()
 	}
 	s := &projectorAPI{r, wk, a, hubs, cfg}
 	rt := newRouter(cfg.Logger)
 	rt.handle("GET", "/v1/sessions", s.sessions)
+	rt.handle("GET", "/v1/feed", s.feed)
 	rt.handle("GET", "/v1/sessions/{id}", s.session)
 	rt.handle("GET", "/v1/sessions/{id}/messages", s.messages)
 	rt.handle("GET", "/v1/sessions/{id}/surface", s.surface)
@@ -343,39 +348,6 @@ func (s *projectorAPI) export(w http.ResponseWriter, r *http.Request, id string)
 	w.Header().Set("Content-Type", "application/x-ndjson")
 	w.Header().Set("Content-Disposition", fmt.Sprintf(`attachment; filename="%s.jsonl"`, events.Token(id)))
 	return s.r.Export(r.Context(), id, w)
-}
-
-func (s *projectorAPI) sessions(w http.ResponseWriter, r *http.Request, _ string) error {
-	q := readQuery(r, "limit", "cursor", "parent")
-	limit := q.limit("limit", 100, 1000)
-	if q.err != nil {
-		return q.err
-	}
-	if p := q.Get("parent"); p != "" {
-		if err := events.CheckSessionID(p); err != nil {
-			return err
-		}
-	}
-	after, err := base64.RawURLEncoding.DecodeString(q.Get("cursor"))
-	if err != nil || len(after) > 0 && events.CheckSessionID(string(after)) != nil {
-		return badRequest(fmt.Sprintf("cursor: expected the cursor of an earlier answer, found %q", q.Get("cursor")))
-	}
-	list, err := s.r.Sessions(r.Context(), q.Get("parent"), string(after), limit)
-	if err != nil {
-		return err
-	}
-	type item struct {
-		Session string          `json:"session"`
-		Header  json.RawMessage `json:"header"`
-	}
-	out := struct {
-		Sessions []item `json:"sessions"`
-		Cursor   string `json:"cursor,omitempty"`
-	}{Sessions: []item{}, Cursor: base64.RawURLEncoding.EncodeToString([]byte(list.Cursor))}
-	for _, h := range list.Sessions {
-		out.Sessions = append(out.Sessions, item{h.ID, h.Raw})
-	}
-	return writeJSON(w, http.StatusOK, out)
 }
 
 func (s *projectorAPI) verify(w http.ResponseWriter, r *http.Request, id string) error {

@@ -147,9 +147,20 @@ func (j *Journal) readFrom(ctx context.Context, session string, start jetstreame
 // batch reads up to readBatch messages of a subject from a start on, and reports whether there
 // are more.
 func (j *Journal) batch(ctx context.Context, subject string, start jetstreamext.GetBatchOpt) (out []*jetstream.RawStreamMsg, more bool, err error) {
+	return j.batchOf(ctx, j.cfg.Stream, subject, readBatch, start)
+}
+
+// BucketBatch reads up to most messages of the stream behind a KV bucket on, markers of deleted
+// keys too, in the order in which they were written: those of the keys that match a filter, from
+// a revision on. more reports whether there are others behind them.
+func (j *Journal) BucketBatch(ctx context.Context, bucket, filter string, from uint64, most int) (out []*jetstream.RawStreamMsg, more bool, err error) {
+	return j.batchOf(ctx, "KV_"+bucket, "$KV."+bucket+"."+filter, most, jetstreamext.GetBatchSeq(from))
+}
+
+func (j *Journal) batchOf(ctx context.Context, stream, subject string, most int, start jetstreamext.GetBatchOpt) (out []*jetstream.RawStreamMsg, more bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, j.cfg.ReadTimeout)
 	defer cancel()
-	msgs, err := jetstreamext.GetBatch(ctx, j.js, j.cfg.Stream, readBatch,
+	msgs, err := jetstreamext.GetBatch(ctx, j.js, stream, most,
 		jetstreamext.GetBatchSubject(subject), start, jetstreamext.GetBatchMaxBytes(readBatchBytes))
 	if err != nil {
 		return nil, false, j.unavailable(err)

@@ -25,6 +25,9 @@ type Quarantine struct {
 	Time      int64       `json:"time"`      // Unix ms, when it was found
 }
 
+// alerts reports whether a record, nil for none, asks for somebody's attention.
+func (q *Quarantine) alerts() bool { return q != nil }
+
 // readQuarantine returns the sessions in quarantine by partition.
 func (w *Worker) readQuarantine(ctx context.Context) (map[int]map[string]bool, error) {
 	all, err := ListQuarantine(ctx, w.buckets.Quarantine)
@@ -78,8 +81,12 @@ func GetQuarantine(ctx context.Context, kv jetstream.KeyValue, session string) (
 	if err != nil {
 		return nil, unavailable("quarantine", err)
 	}
+	return parseQuarantine(session, e.Value())
+}
+
+func parseQuarantine(session string, b []byte) (*Quarantine, error) {
 	q := new(Quarantine)
-	if err := json.Unmarshal(e.Value(), q); err != nil {
+	if err := json.Unmarshal(b, q); err != nil {
 		return nil, &events.Error{Code: events.CodeCorrupt, Session: session, Detail: "the quarantine record is not readable: " + err.Error()}
 	}
 	return q, nil
