@@ -111,7 +111,7 @@ func (c *messagesCmd) Run(ctx context.Context) error {
 
 func printQuarantine(q *projection.Quarantine) {
 	if q != nil {
-		fmt.Printf("IN QUARANTINE since %s: %s\n", time.UnixMilli(q.Time).UTC().Format(time.RFC3339), q.Detail)
+		fmt.Printf("IN QUARANTINE since %s: %s%s\n", time.UnixMilli(q.Time).UTC().Format(time.RFC3339), q.Detail, skippedNote(q))
 	}
 }
 
@@ -336,6 +336,10 @@ func (f urlFlag) call(ctx context.Context, method, path string) ([]byte, error) 
 	if err != nil {
 		return nil, err
 	}
+	return f.send(req)
+}
+
+func (f urlFlag) send(req *http.Request) ([]byte, error) {
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		return nil, fmt.Errorf("%w; is a projector serving there?", err)
@@ -367,6 +371,7 @@ func (c *statusCmd) Run(ctx context.Context) error {
 		Lag               *uint64
 		OldestUnflushedMs int64
 		Quarantined       []projection.Quarantine
+		Skipped           []projection.Quarantine
 		Partitions        []projection.PartitionStatus
 	}
 	if err := json.Unmarshal(b, &st); err != nil {
@@ -385,8 +390,8 @@ func (c *statusCmd) Run(ctx context.Context) error {
 		}
 		fmt.Printf("%9d %12d %12d %8s %9d %12d %s\n", p.Partition, p.Read, p.Checkpoint, lag, p.Sessions, p.Bytes, p.Error)
 	}
-	for i := range st.Quarantined {
-		if err := printRecord(&st.Quarantined[i], false); err != nil {
+	for _, q := range append(st.Quarantined, st.Skipped...) {
+		if err := printRecord(&q, false); err != nil {
 			return err
 		}
 	}

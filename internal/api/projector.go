@@ -72,9 +72,10 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, hubs *projection.
 	rt.handle("GET", "/v1/sessions/{id}/watch", s.watch)
 	rt.handle("GET", "/v1/sessions/{id}/verify", s.verify)
 	rt.handle("POST", "/v1/sessions/{id}/retry", s.retry)
+	rt.handle("POST", "/v1/sessions/{id}/skip", s.skip)
 	rt.handle("GET", "/v1/status", s.status)
 	health(rt, cfg.Ready)
-	rt.handle("GET", "/metrics", projectorMetrics(wk))
+	rt.handle("GET", "/metrics", projectorMetrics(wk, r))
 	return rt
 }
 
@@ -387,11 +388,10 @@ func (s *projectorAPI) status(w http.ResponseWriter, r *http.Request, _ string) 
 		Lag               *uint64                      `json:"lag"` // commits; null when a partition did not say
 		OldestUnflushedMs int64                        `json:"oldestUnflushedMs"`
 		Quarantined       []projection.Quarantine      `json:"quarantined"`
+		Skipped           []projection.Quarantine      `json:"skipped"` // in quarantine, and left so on purpose
 		Partitions        []projection.PartitionStatus `json:"partitions"`
-	}{Quarantined: qs, Partitions: ps}
-	if out.Quarantined == nil {
-		out.Quarantined = []projection.Quarantine{}
-	}
+	}{Partitions: ps}
+	out.Quarantined, out.Skipped = apart(qs)
 	var lag uint64
 	known := len(ps) > 0
 	for _, p := range ps {

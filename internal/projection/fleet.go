@@ -24,7 +24,8 @@ import (
 // SessionState is what a session is doing, in one word.
 type SessionState string
 
-// The states. A session in quarantine is in that state, whatever its turn.
+// The states. A session in quarantine is in that state, whatever its turn, unless somebody
+// decided to leave it so.
 const (
 	StateOpen        SessionState = "open" // a turn is open
 	StateIdle        SessionState = "idle" // no turn is open
@@ -494,7 +495,7 @@ func (r *fleetRow) public() FleetRow {
 
 func (r *fleetRow) state() SessionState {
 	switch {
-	case r.quarantine.alerts():
+	case r.quarantine.Alerts():
 		return StateQuarantined
 	case r.turn != events.NoSeq:
 		return StateOpen

@@ -207,7 +207,7 @@ func (r *Reader) await(ctx context.Context, session string, seq events.Seq, time
 		}
 		if q != nil {
 			return &events.Error{Code: events.CodeQuarantined, Session: session, Rule: q.Rule, Seq: q.Seq, ExpectedSeq: &seq, ActualSeq: &have,
-				Detail: "the session is in quarantine and its projection stands still: " + q.Detail}
+				Detail: q.standsStill()}
 		}
 		poll := time.NewTimer(pause)
 		select {
