@@ -144,7 +144,7 @@ func (s *projectorAPI) feed(w http.ResponseWriter, r *http.Request, _ string) er
 		case ctx.Err() != nil:
 			return stopping()
 		case errors.Is(err, projection.ErrFeedBehind):
-			return tooSlow("slow-reader", "The reader of the feed did not keep up", err)
+			return endWith("slow-reader", "The reader of the feed did not keep up", err)
 		}
 		return ProblemOf(err)
 	})

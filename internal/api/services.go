@@ -200,6 +200,9 @@ func (s *Services) answer(op operation, r micro.Request) (*output, error) {
 			return nil, &events.Error{Code: events.CodeSessionID, Detail: err.Error() + "; write every byte of the id outside [A-Za-z0-9_-] as =XX"}
 		}
 	}
+	if err := checkHeaders(r.Headers()); err != nil {
+		return nil, err
+	}
 	in := &input{session: session, body: r.Data(), query: &query{Values: url.Values{}}, header: func(name string) string {
 		for k, v := range r.Headers() { // NATS headers keep the case in which they were sent
 			if strings.EqualFold(k, name) && len(v) > 0 {

@@ -100,7 +100,7 @@ func stopping() any {
 	return map[string]string{"code": "stopping", "detail": "the server is stopping; resume with Last-Event-ID"}
 }
 
-// tooSlow is the end of an answer whose client does not keep up.
-func tooSlow(code, title string, err error) Problem {
+// endWith is the end of an answer for a reason that no other answer has.
+func endWith(code, title string, err error) Problem {
 	return Problem{Type: "urn:palimpsest:problem:" + code, Title: title, Status: http.StatusServiceUnavailable, Code: events.Code(code), Detail: err.Error()}
 }

@@ -57,7 +57,9 @@ func endOf(ctx context.Context, err error) any {
 	case ctx.Err() != nil:
 		return stopping()
 	case errors.Is(err, projection.ErrSlow):
-		return tooSlow("slow-watcher", "The watcher did not keep up", err)
+		return endWith("slow-watcher", "The watcher did not keep up", err)
+	case errors.Is(err, projection.ErrRewound):
+		return endWith("log-rewound", "The log lost its end", err)
 	}
 	return ProblemOf(err)
 }

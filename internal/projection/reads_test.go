@@ -78,6 +78,26 @@ func (s *serving) body(method, path string, status int) string {
 	return b.String()
 }
 
+// send posts JSON and returns the body of an answer of a given status.
+func (s *serving) send(path, body string, status int) string {
+	s.t.Helper()
+	r, err := http.NewRequestWithContext(journaltest.Context(s.t), http.MethodPost, s.url+path, strings.NewReader(body))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	r.Header.Set("Content-Type", "application/json")
+	resp, err := s.client.Do(r)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	var b bytes.Buffer
+	if _, err := b.ReadFrom(resp.Body); err != nil || resp.StatusCode != status {
+		s.t.Fatalf("POST %s %s: %d %s, %v; want %d", path, body, resp.StatusCode, b.Bytes(), err, status)
+	}
+	return b.String()
+}
+
 func TestFeedOverHTTP(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
