@@ -24,6 +24,7 @@ type cli struct {
 	Export     exportCmd     `cmd:"" help:"Write a session's file to stdout."`
 	Verify     verifyCmd     `cmd:"" help:"Check logs and snapshots. Exit code 1 on any finding."`
 	Quarantine quarantineCmd `cmd:"" help:"Sessions whose log holds what cannot be folded."`
+	Sweep      sweepCmd      `cmd:"" help:"Remove pages of snapshots that no head refers to. May run beside projectors."`
 	Status     statusCmd     `cmd:"" help:"Show how far a running projector is."`
 }
 

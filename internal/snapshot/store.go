@@ -189,12 +189,10 @@ func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error)
 	} else {
 		next, err = s.kv.Update(ctx, f.Head.Key, f.Head.Value, rev)
 	}
-	var api *jetstream.APIError
 	switch {
 	case err == nil:
 		return next, nil
-	case errors.Is(err, jetstream.ErrKeyExists),
-		errors.As(err, &api) && (api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence || api.ErrorCode == 10164):
+	case wrongRevision(err):
 		return 0, ErrMoved
 	}
 	return 0, unavailable(err)
