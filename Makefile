@@ -8,7 +8,7 @@ BENCH    ?= .
 ARGS     ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat soak lint verify clean
+.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat soak watch-storm lint verify clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ bench-append-flat: ## Measure appends to sessions of up to a million events, and
 
 soak: ## Load real programs, kill the appender again and again, check all (ARGS='-duration 1m')
 	@$(GO) run ./test/soak $(ARGS)
+
+watch-storm: ## Watch sessions that are compacted without end, WATCH_STORM (20) times longer than in the tests
+	WATCH_STORM=$${WATCH_STORM:-20} $(GO) test -count 1 -timeout 40m -v -run TestWatchersOutlastAStorm ./internal/projection
 
 lint: ## Check formatting, go vet, staticcheck
 	@unformatted=$$(gofmt -l .); \
