@@ -46,7 +46,7 @@ func (c *sessionsCmd) Run(ctx context.Context) error {
 	return c.with(ctx, func(s *store) error {
 		q := c.query()
 		if !c.JSON {
-			fmt.Printf(rowHead)
+			fmt.Print(rowHead)
 		}
 		for left := c.Limit; ; {
 			q.Set("limit", "1000")
@@ -132,7 +132,7 @@ func (c *feedCmd) Run(ctx context.Context) error {
 			return err
 		}
 		if !c.JSON {
-			fmt.Printf("revision  " + rowHead)
+			fmt.Print("revision  ", rowHead)
 		}
 		for changes := feed.Quarantined(); ; {
 			for i := range changes {

@@ -71,7 +71,7 @@ type FleetFilter struct {
 
 // Fleet is an index of all sessions in memory, made of the buckets SURFACES, HEADERS and
 // QUARANTINE. It runs no goroutine: each Refresh reads what was written since the last one,
-// so a head that was written many times meanwhile is read once. Its memory is about 350 bytes
+// so a head that was written many times meanwhile is read once. Its memory is about 400 bytes
 // for each session, however long that is. It is safe for concurrent use.
 type Fleet struct {
 	log    *journal.Journal
@@ -235,12 +235,13 @@ func (f *Fleet) refresh(ctx context.Context) error {
 		return err
 	}
 	for i, s := range fleetSources {
-		for more := true; more; {
-			var err error
-			if more, err = f.read(ctx, i, s); err != nil {
-				f.last.Store(0) // who waited for this one must read by itself
-				return err
-			}
+		more, err := f.log.BucketHas(ctx, s.bucket, allHeads, f.positions[i]+1)
+		for more && err == nil {
+			more, err = f.read(ctx, i, s)
+		}
+		if err != nil {
+			f.last.Store(0) // who waited for this one must read by itself
+			return err
 		}
 	}
 	f.relearned()
@@ -248,13 +249,15 @@ func (f *Fleet) refresh(ctx context.Context) error {
 	return nil
 }
 
-// fleetBatch is how many messages a refresh reads at a time.
-const fleetBatch = 1024
+// allHeads matches the keys of one token: a head's has no dot, unlike those of its pages.
+const allHeads = "*"
+
+// fleetBatch is how many messages a refresh reads at a time, at most.
+const fleetBatch = 16384
 
 // read takes in the next batch of a bucket.
 func (f *Fleet) read(ctx context.Context, i int, s fleetSource) (more bool, err error) {
-	// One token: a head's key has no dot, unlike those of its pages.
-	msgs, more, err := f.log.BucketBatch(ctx, s.bucket, "*", f.positions[i]+1, fleetBatch)
+	msgs, more, err := f.log.BucketBatch(ctx, s.bucket, allHeads, f.positions[i]+1, fleetBatch)
 	if err != nil || len(msgs) == 0 {
 		return false, err
 	}

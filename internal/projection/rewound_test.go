@@ -37,7 +37,7 @@ func TestWatchOfALogThatLostItsEndEnds(t *testing.T) {
 	w.srv.Down()
 	restore()
 	w.srv.Up()
-	k = w.worker(projection.Config{})
+	w.worker(projection.Config{})
 	w.restartAppender()
 	for n := range 4 { // the same seqs, at the same stream sequences
 		w.append(id, user(fmt.Sprint("other ", n)))
