@@ -67,10 +67,7 @@ func TestWatchSurvivesReconnectAndMending(t *testing.T) {
 	defer watch.Close()
 	k.stop()
 	w.srv.Restart()
-	journaltest.Eventually(t, "the head to be damaged", func() bool {
-		_, err := w.buckets.Snapshots.KV().Put(ctx, id, []byte("{}"))
-		return err == nil
-	})
+	w.putHead(id, "{}")
 	w.restartAppender()
 	k = w.worker(projection.Config{})
 	k.wrote(id, w.append(id, user("3")))
