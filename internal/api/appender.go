@@ -71,6 +71,9 @@ func overHTTP(op operation, maxBody int64) handler {
 		if in.query.err != nil {
 			return in.query.err
 		}
+		if err := checkHeaders(r.Header); err != nil {
+			return err
+		}
 		if op.types != nil {
 			given := r.Header.Get("Content-Type")
 			if r.ContentLength == 0 { // nothing is of any type; curl -d '' says that it is a form

@@ -32,6 +32,23 @@ const (
 	headerTrace = "traceparent"
 )
 
+// checkHeaders refuses a condition or a key that is there and empty, or there twice: taken for
+// absent, an append would be stored that its caller wanted to be conditional.
+func checkHeaders(h map[string][]string) error {
+	for name, values := range h {
+		for _, known := range []string{headerKey, headerEpoch, headerMatch} {
+			switch {
+			case !strings.EqualFold(name, known) || len(values) == 0:
+			case len(values) > 1:
+				return badRequest(fmt.Sprintf("%s: expected one, found %d", known, len(values)))
+			case values[0] == "":
+				return badRequest(known + ": expected a value, found an empty one; leave the header out to say nothing")
+			}
+		}
+	}
+	return nil
+}
+
 // operation is one thing that an appender does, whichever way it is asked for.
 type operation struct {
 	name         string // of the NATS service's endpoint

@@ -113,7 +113,7 @@ func (e *entry) note(p *session.Plan) {
 
 // tell takes what was noted as the message that announces a flush.
 func (e *entry) tell(f *snapshot.Flush) *deltaMessage {
-	m := &deltaMessage{Session: e.session, From: e.told, To: f.Seq, StreamSeq: e.snap.StreamSeq, Deltas: e.deltas}
+	m := &deltaMessage{Session: e.session, From: e.told, To: f.Seq, StreamSeq: e.snap.StreamSeq, Digest: e.snap.Digest.String(), Deltas: e.deltas}
 	if f.Overwrite { // the log was folded anew: what was told before is not what this follows on
 		m.From, m.Deltas = events.NoSeq, nil
 	}
