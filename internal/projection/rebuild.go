@@ -25,7 +25,8 @@ type RebuildOptions struct {
 	// Follow is how long to fold on after the switch until all workers have followed it.
 	// Defaults to 1 min.
 	Follow time.Duration
-	// Followed reports whether all workers work on a generation. Nil means that there are none.
+	// Followed reports whether all workers work on a generation. Defaults to asking the bucket of
+	// workers.
 	Followed func(ctx context.Context, generation int) (bool, error)
 	// Progress hears how far it is, a few times a second. May be nil.
 	Progress func(RebuildProgress)
@@ -131,8 +132,14 @@ func (o *RebuildOptions) rebuild(ctx context.Context, j *journal.Journal, b *Buc
 	if o.Follow == 0 {
 		o.Follow = time.Minute
 	}
+	if o.Followed == nil {
+		o.Followed = func(ctx context.Context, generation int) (bool, error) {
+			v, err := b.Workers.read(ctx, j.Partitions())
+			return err == nil && v.followed(generation), err
+		}
+	}
 	over := time.Now().Add(o.Follow)
-	for o.Followed != nil {
+	for {
 		if r.Followed, err = o.Followed(ctx, r.To.N); err != nil || r.Followed || time.Now().After(over) {
 			return err
 		}
@@ -141,8 +148,6 @@ func (o *RebuildOptions) rebuild(ctx context.Context, j *journal.Journal, b *Buc
 			return err
 		}
 	}
-	r.Followed = true
-	return nil
 }
 
 // behind says how many commits are still to be read, and whether everything up to a stream sequence
