@@ -79,7 +79,6 @@ type share struct {
 
 	joined   atomic.Int64 // by the worker's clock, until when the member key is known to live; 0: not joined
 	draining atomic.Bool
-	serves   atomic.Int64 // number of the generation of snapshots that serves
 	address  atomic.Pointer[string]
 	reported atomic.Pointer[[]PartitionStatus]
 	last     atomic.Pointer[roll]
@@ -142,7 +141,7 @@ func (s *share) join(ctx context.Context) error {
 		case there && !s.stale(key, rev, m.TTLMs):
 			other, otherRev = m, rev
 		default:
-			if err := s.announce(ctx, rev, int(s.serves.Load())); !errors.Is(err, errTaken) {
+			if err := s.announce(ctx, rev); !errors.Is(err, errTaken) {
 				return err
 			}
 		}
@@ -155,9 +154,9 @@ func (s *share) join(ctx context.Context) error {
 }
 
 // announce writes the member's key over a revision.
-func (s *share) announce(ctx context.Context, rev uint64, generation int) error {
+func (s *share) announce(ctx context.Context, rev uint64) error {
 	m := Member{V: rosterVersion, ID: s.w.cfg.ID, Run: s.run, Started: s.began, Renewed: time.Now().UnixMilli(), TTLMs: s.ttl.Milliseconds(),
-		Draining: s.draining.Load(), Generation: generation, Partitions: []PartitionStatus{}}
+		Draining: s.draining.Load(), Partitions: []PartitionStatus{}}
 	if a := s.address.Load(); a != nil {
 		m.HTTP = *a
 	}
@@ -176,17 +175,6 @@ func (s *share) announce(ctx context.Context, rev uint64, generation int) error 
 		s.joined.Store(int64(sent + s.ttl))
 	}
 	return err
-}
-
-// generation is the lowest number of a generation that is worked on here.
-func (s *share) generation() int {
-	n := s.serves.Load()
-	for _, r := range s.held() {
-		if g := r.p.generation.Load(); g != 0 {
-			n = min(n, g)
-		}
-	}
-	return int(n)
 }
 
 // patience is how long one request about the roster may take: a tick, so that another one fits
@@ -327,7 +315,7 @@ func (s *share) beMember(ctx context.Context, v *roll, due bool) {
 	if !due && s.memberRev != 0 && there && m.Draining == s.draining.Load() {
 		return
 	}
-	if err := s.announce(ctx, rev, s.generation()); err != nil {
+	if err := s.announce(ctx, rev); err != nil {
 		if errors.Is(err, errTaken) && there && m.Run == s.run {
 			s.memberRev = v.revs[key] // the next read tells
 		}
@@ -496,12 +484,10 @@ func (s *share) reap(ctx context.Context) {
 	s.roster.nudge()
 }
 
-// handOver has the partitions that are assigned to others drained, and those of a generation of
-// snapshots that serves no more, which are then taken anew; reap frees their leases.
+// handOver has the partitions that are assigned to others drained; reap frees their leases.
 func (s *share) handOver(mine map[int]bool) {
 	for n, r := range s.held() {
-		g := r.p.generation.Load()
-		if r.ended == nil && (!mine[n] || g != 0 && g != s.serves.Load()) {
+		if !mine[n] && r.ended == nil {
 			r.ended = errHandOver
 			r.end(errHandOver)
 		}
@@ -580,9 +566,6 @@ func (s *share) report(ctx context.Context) {
 	defer ticker.Stop()
 	for {
 		ps := s.w.Status(ctx)
-		if g := int64(s.w.buckets.Pin(ctx).Snapshots.Generation().N); s.serves.Swap(g) != g {
-			s.wakeUp()
-		}
 		if ctx.Err() != nil {
 			return
 		}
@@ -738,7 +721,6 @@ func (p *partition) prepare(ctx context.Context, read func(context.Context) (*pr
 		known, err := read(ctx)
 		if err == nil {
 			p.b = known.buckets
-			p.generation.Store(int64(p.b.Snapshots.Generation().N))
 			err = p.readCheckpoint(ctx, known.end)
 		}
 		if err == nil {

@@ -407,33 +407,3 @@ func TestWorkerWhoseIDWasTakenStandsBack(t *testing.T) {
 	w.projected("s", w.append("s", user("again")))
 	w.verify()
 }
-
-// Workers take up the generation that a rebuild switched to, and the rebuild waits for them.
-func TestWorkersFollowARebuild(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	a, b := w.sharer("a"), w.sharer("b")
-	a.owners("a", "b")
-	last, _ := w.mix(4)
-	for id, seq := range last {
-		w.projected(id, seq)
-	}
-	r, err := projection.Rebuild(journaltest.Context(t), w.log, w.buckets, projection.RebuildOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if r.To.N != 2 || !r.Followed {
-		t.Errorf("%+v: want all workers on generation 2", r)
-	}
-	a.owners("a", "b")
-	for id := range last {
-		w.projected(id, w.append(id, user("behind the switch")))
-	}
-	if g := w.buckets.Pin(journaltest.Context(t)).Snapshots.Generation(); g.N != 2 {
-		t.Errorf("generation %+v serves, want 2", g)
-	}
-	w.verify()
-	if a.Stats().Lost.Load()+b.Stats().Lost.Load() != 0 {
-		t.Error("leases were lost on the way")
-	}
-}

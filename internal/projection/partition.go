@@ -66,7 +66,6 @@ type partition struct {
 	oldest        atomic.Int64 // Unix ms, when the oldest unflushed event was read; 0 for none
 	count, memory atomic.Int64
 	aside         atomic.Int64 // sessions in quarantine
-	generation    atomic.Int64 // number of b's generation; 0 while that is not known
 	follower      atomic.Pointer[journal.Follower]
 	trouble       atomic.Pointer[string]
 }

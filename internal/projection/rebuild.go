@@ -25,8 +25,7 @@ type RebuildOptions struct {
 	// Follow is how long to fold on after the switch until all workers have followed it.
 	// Defaults to 1 min.
 	Follow time.Duration
-	// Followed reports whether all workers work on a generation. Defaults to asking the bucket of
-	// workers.
+	// Followed reports whether all workers work on a generation. Nil means that there are none.
 	Followed func(ctx context.Context, generation int) (bool, error)
 	// Progress hears how far it is, a few times a second. May be nil.
 	Progress func(RebuildProgress)
@@ -132,14 +131,8 @@ func (o *RebuildOptions) rebuild(ctx context.Context, j *journal.Journal, b *Buc
 	if o.Follow == 0 {
 		o.Follow = time.Minute
 	}
-	if o.Followed == nil {
-		o.Followed = func(ctx context.Context, generation int) (bool, error) {
-			v, err := b.Workers.read(ctx, j.Partitions())
-			return err == nil && v.followed(generation), err
-		}
-	}
 	over := time.Now().Add(o.Follow)
-	for {
+	for o.Followed != nil {
 		if r.Followed, err = o.Followed(ctx, r.To.N); err != nil || r.Followed || time.Now().After(over) {
 			return err
 		}
@@ -148,6 +141,8 @@ func (o *RebuildOptions) rebuild(ctx context.Context, j *journal.Journal, b *Buc
 			return err
 		}
 	}
+	r.Followed = true
+	return nil
 }
 
 // behind says how many commits are still to be read, and whether everything up to a stream sequence

@@ -51,8 +51,6 @@ type Member struct {
 	HTTP string `json:"http,omitempty"`
 	// Draining says that the worker is about to leave and takes no partitions.
 	Draining bool `json:"draining,omitempty"`
-	// Generation is the lowest number of a generation of snapshots that the worker works on.
-	Generation int `json:"generation"`
 	// Partitions are those that the worker holds, as far as they were when the value was written.
 	Partitions []PartitionStatus `json:"partitions"`
 }
@@ -174,16 +172,6 @@ func (o *roll) take(key string, m *jetstream.RawStreamMsg) {
 		}
 	}
 	o.strange = append(o.strange, key)
-}
-
-// followed reports whether all workers that are there work on a generation of snapshots.
-func (o *roll) followed(generation int) bool {
-	for _, m := range o.members {
-		if m.Generation != generation {
-			return false
-		}
-	}
-	return true
 }
 
 // put writes a key on condition that it has the revision that the caller knew (0: it was never

@@ -232,7 +232,7 @@ func (w *Worker) Start(ctx context.Context) error {
 	if w.cfg.Unleased {
 		err = w.startAll(ctx, run, buckets, stream)
 	} else {
-		err = w.startShare(ctx, run, buckets, stream)
+		err = w.startShare(ctx, run, stream)
 	}
 	if err != nil {
 		cancel(err)
@@ -245,7 +245,7 @@ func (w *Worker) Start(ctx context.Context) error {
 }
 
 // startShare joins. The caller holds mu.
-func (w *Worker) startShare(ctx, run context.Context, buckets *Buckets, stream jetstream.Stream) error {
+func (w *Worker) startShare(ctx, run context.Context, stream jetstream.Stream) error {
 	ttl := w.cfg.Lease
 	if ttl == 0 {
 		if ttl = 3 * time.Second; w.cfg.Replicas > 1 || stream.CachedInfo().Config.Replicas > 1 {
@@ -257,7 +257,6 @@ func (w *Worker) startShare(ctx, run context.Context, buckets *Buckets, stream j
 	}
 	s := &share{w: w, roster: w.buckets.Workers, run: nuid.Next(), began: time.Now().UnixMilli(), ttl: ttl, stream: stream,
 		seen: map[string]sighting{}, told: map[string]bool{}, wake: make(chan struct{}, 1), left: make(chan struct{})}
-	s.serves.Store(int64(buckets.Snapshots.Generation().N))
 	if w.share != nil { // started again
 		s.address.Store(w.share.address.Load())
 	}
