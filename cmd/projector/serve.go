@@ -19,9 +19,12 @@ type serveCmd struct {
 	ID              string        `name:"id" help:"Name of this worker among those that share the partitions. Default: host, pid and something random." placeholder:"ID" env:"PALIMPSEST_WORKER_ID"`
 	Lease           time.Duration `help:"How long a worker that is gone keeps its partitions, in whole seconds from 2s on. Default: 3s, and 10s on a replicated stream." placeholder:"DURATION"`
 	FlushAfter      time.Duration `help:"The longest that a folded event waits to be in a head." default:"50ms"`
+	FlushBehind     time.Duration `help:"The same while much of a partition is still to be read." default:"1s"`
 	FlushEvents     int           `help:"Folded events of one session after which it is flushed at once." default:"256"`
 	Writes          int           `help:"Snapshots that are written at the same time." default:"12"`
 	CacheBytes      int           `help:"Memory for sessions that are kept between events, in bytes." default:"536870912"`
+	PageCache       int           `help:"Memory for pages and heads that were read for requests, in bytes; 0 for none." name:"page-cache-bytes" default:"134217728"`
+	HeaderCache     int           `help:"Memory for session headers, in bytes; 0 for none." name:"header-cache-bytes" default:"16777216"`
 	Freeze          bool          `help:"Check events held in memory against what was read before they are served."`
 	ServiceParallel int           `help:"Endpoints of each NATS service, and so requests of it that are worked on at the same time." default:"16"`
 	FeedEvery       time.Duration `help:"How often the buckets are asked for news while somebody follows the feed." default:"250ms"`
@@ -30,13 +33,16 @@ type serveCmd struct {
 
 func (c *serveCmd) Run(ctx context.Context) error {
 	for name, n := range map[string]int64{
-		"flush-after": int64(c.FlushAfter), "flush-events": int64(c.FlushEvents), "writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes),
+		"flush-after": int64(c.FlushAfter), "flush-behind": int64(c.FlushBehind), "flush-events": int64(c.FlushEvents), "writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes),
 		"service-parallel": int64(c.ServiceParallel), "feed-every": int64(c.FeedEvery), "feed-behind": int64(c.FeedBehind),
 		"partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
 	} {
 		if n < 1 {
 			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %d", name, n)}
 		}
+	}
+	if c.PageCache < 0 || c.HeaderCache < 0 {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--page-cache-bytes and --header-cache-bytes: expected 0 or more, found %d and %d", c.PageCache, c.HeaderCache)}
 	}
 	if c.ID == "" {
 		c.ID = projection.DefaultWorkerID()
@@ -55,9 +61,11 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	}
 	heads := projection.NewHeads()
 	worker := projection.NewWorker(s.journal, s.buckets, heads, projection.Config{
-		ID: c.ID, Lease: c.Lease, FlushAfter: c.FlushAfter, FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, Replicas: c.Replicas, Freeze: c.Freeze,
+		ID: c.ID, Lease: c.Lease, FlushAfter: c.FlushAfter, FlushBehind: max(c.FlushBehind, c.FlushAfter), FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, Replicas: c.Replicas, Freeze: c.Freeze,
 	})
 	reader := projection.NewReader(s.journal, s.headers, s.buckets, heads)
+	s.buckets.Snapshots.CachePages(c.PageCache)
+	reader.CacheHeaders(c.HeaderCache)
 	g.Add("worker", worker)
 	fleet := projection.NewFleet(reader, projection.FleetConfig{Every: c.FeedEvery, Behind: c.FeedBehind})
 	ready := func(ctx context.Context) error { return errors.Join(worker.Ready(), s.ready(ctx)) }

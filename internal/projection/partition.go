@@ -37,6 +37,7 @@ type partition struct {
 	recent      list.List // of *entry, most recently used first
 	bytes       int       // estimated, of all snapshots
 	unflushed   int       // bytes of commits that no flush took
+	pending     uint64    // messages that were still to be read when the last one came
 	dirty       map[*entry]bool
 	lost        map[string]lost
 	quarantined map[string]bool
@@ -320,6 +321,7 @@ func (p *partition) troubled(err error) {
 // session into quarantine. It does not return before one of these is done or ctx ends.
 func (p *partition) deliver(ctx context.Context, d journal.Delivery) {
 	defer p.dealt.Add(1)
+	p.pending = d.Pending
 	for {
 		follows, err := p.look(ctx, d.Conn)
 		if follows {
@@ -643,7 +645,7 @@ func (p *partition) flushDue(ctx context.Context, now time.Time, all bool) {
 		}
 	}
 	for e := range p.dirty {
-		if !e.writing && !e.since.IsZero() && (all || now.Sub(e.since) >= p.w.cfg.FlushAfter) {
+		if !e.writing && !e.since.IsZero() && (all || now.Sub(e.since) >= p.flushAfter()) {
 			p.flush(ctx, e)
 		}
 		note(e.since)
@@ -885,7 +887,7 @@ func (p *partition) safe() uint64 {
 }
 
 func (p *partition) checkpointDue(ctx context.Context, now time.Time) {
-	if now.Before(p.nextCheck) {
+	if now.Before(p.nextCheck) && !p.caughtUp(now) {
 		return
 	}
 	p.nextCheck = now.Add(p.w.cfg.CheckpointEvery)

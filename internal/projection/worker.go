@@ -40,12 +40,17 @@ type Config struct {
 	Partitions []int
 	// FlushAfter is the longest that a folded event waits to be in a head. Defaults to 50 ms.
 	FlushAfter time.Duration
+	// FlushBehind is the same while more than a thousand commits of the partition are still to be
+	// read: what is folded then is old already, and more of it comes into each head that is
+	// written. Defaults to 1 s, and never to less than FlushAfter.
+	FlushBehind time.Duration
 	// FlushEvents is how many folded events of one session are flushed at once at the latest.
 	// Defaults to 256.
 	FlushEvents int
 	// Writes is how many snapshots are written at the same time. Defaults to 12.
 	Writes int
-	// CheckpointEvery is how often a partition's checkpoint is written. Defaults to 500 ms.
+	// CheckpointEvery is how often a partition's checkpoint is written; a fifth of it when the
+	// partition has just caught up with much. Defaults to 500 ms.
 	CheckpointEvery time.Duration
 	// Pull is how many messages of a partition are asked for at a time, at most: never more bytes
 	// than the largest message may have. Defaults to 256.
@@ -79,6 +84,9 @@ type Signals struct {
 func (c Config) withDefaults() Config {
 	if c.FlushAfter == 0 {
 		c.FlushAfter = 50 * time.Millisecond
+	}
+	if c.FlushBehind == 0 {
+		c.FlushBehind = max(time.Second, c.FlushAfter)
 	}
 	if c.FlushEvents == 0 {
 		c.FlushEvents = 256

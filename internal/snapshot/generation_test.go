@@ -131,7 +131,7 @@ func TestGenerationsAreSwitchedAndRolledBack(t *testing.T) {
 		t.Errorf("nothing is left to drop: %+v, %v", was, err)
 	}
 	for _, bucket := range []string{"SURFACES", "SURFACES_2"} {
-		if _, err := j.JetStream.KeyValue(ctx, bucket); !errors.Is(err, jetstream.ErrBucketNotFound) {
+		if _, err := j.KeyValue(ctx, bucket); !errors.Is(err, jetstream.ErrBucketNotFound) {
 			t.Errorf("bucket %s: %v", bucket, err)
 		}
 	}
@@ -178,7 +178,7 @@ func TestAnotherFoldsGenerationIsNotFoldedInto(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	register, err := j.JetStream.KeyValue(ctx, snapshot.GenerationsBucket)
+	register, err := j.KeyValue(ctx, snapshot.GenerationsBucket)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -202,7 +202,7 @@ func TestAnotherFoldsGenerationIsNotFoldedInto(t *testing.T) {
 	if err != nil || next.Generation().N != 3 || next.Generation().Foldable() != nil {
 		t.Fatalf("%+v, %v", next, err)
 	}
-	if _, err := j.JetStream.KeyValue(ctx, built.Generation().Bucket); !errors.Is(err, jetstream.ErrBucketNotFound) {
+	if _, err := j.KeyValue(ctx, built.Generation().Bucket); !errors.Is(err, jetstream.ErrBucketNotFound) {
 		t.Errorf("the bucket of the build that was given up: %v", err)
 	}
 	if _, err := store.Generations(ctx); err != nil {

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -18,48 +17,10 @@ import (
 	"palimpsest/internal/surface"
 )
 
-// tap is a JetStream whose buckets tell of each key before it is read.
-type tap struct {
-	jetstream.JetStream
-	mu   sync.Mutex
-	hook func(key string)
-}
-
-func (j *tap) KeyValue(ctx context.Context, bucket string) (jetstream.KeyValue, error) {
-	kv, err := j.JetStream.KeyValue(ctx, bucket)
-	return &tappedKV{kv, j}, err
-}
-
-func (j *tap) CreateKeyValue(ctx context.Context, cfg jetstream.KeyValueConfig) (jetstream.KeyValue, error) {
-	kv, err := j.JetStream.CreateKeyValue(ctx, cfg)
-	return &tappedKV{kv, j}, err
-}
-
-func (j *tap) onRead(hook func(key string)) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	j.hook = hook
-}
-
-type tappedKV struct {
-	jetstream.KeyValue
-	tap *tap
-}
-
-func (kv *tappedKV) Get(ctx context.Context, key string) (jetstream.KeyValueEntry, error) {
-	kv.tap.mu.Lock()
-	hook := kv.tap.hook
-	kv.tap.mu.Unlock()
-	if hook != nil {
-		hook(key)
-	}
-	return kv.KeyValue.Get(ctx, key)
-}
-
-func open(t *testing.T) (*snapshot.Store, *tap, *journaltest.Server) {
+func open(t *testing.T) (*snapshot.Store, jetstream.JetStream, *journaltest.Server) {
 	t.Helper()
 	srv := journaltest.Start(t)
-	j := &tap{JetStream: srv.JetStream(t)}
+	j := srv.JetStream(t)
 	s, err := snapshot.Open(journaltest.Context(t), j, 1)
 	if err != nil {
 		t.Fatal(err)
