@@ -22,6 +22,7 @@ type verifyCmd struct {
 	All      bool          `help:"Every session that has a header, a log or a head."`
 	LogOnly  bool          `help:"Leave heads and pages out."`
 	Wait     time.Duration `help:"How long the projection may take to reach the log's end." default:"10s"`
+	Workers  int           `help:"Sessions that are verified at a time." default:"4"`
 	JSON     bool          `name:"json" help:"Print the report as JSON."`
 	Sessions []string      `arg:"" optional:"" name:"session" help:"Session ids."`
 }
@@ -30,8 +31,12 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 	if c.All == (len(c.Sessions) > 0) {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: errors.New("verify: expected session ids or --all, and not both")}
 	}
+	if c.Workers < 1 {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--workers: expected more than 0, found %d", c.Workers)}
+	}
 	return c.with(ctx, func(s *store) error {
-		o := audit.Options{LogOnly: c.LogOnly, Wait: c.Wait}
+		var bar verifyBar
+		o := audit.Options{LogOnly: c.LogOnly, Wait: c.Wait, Parallel: c.Workers, Begin: bar.begin, Each: bar.each}
 		var rep *audit.Report
 		var err error
 		if c.All {
@@ -39,6 +44,7 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 		} else {
 			rep, err = s.auditor().Some(ctx, c.Sessions, o)
 		}
+		bar.end()
 		if err != nil {
 			return err
 		}

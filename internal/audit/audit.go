@@ -4,8 +4,10 @@ package audit
 
 import (
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"sync"
@@ -17,7 +19,6 @@ import (
 	"palimpsest/internal/journal"
 	"palimpsest/internal/lifecycle"
 	"palimpsest/internal/projection"
-	"palimpsest/internal/session"
 	"palimpsest/internal/snapshot"
 	"palimpsest/internal/surface"
 )
@@ -25,7 +26,9 @@ import (
 // Checks that a finding names.
 const (
 	CheckHeader     = "header"       // the session's header
+	CheckLineage    = "lineage"      // a fork against its parent, and the index of children
 	CheckMessage    = "message"      // a message that is no commit of its session
+	CheckCommit     = "commit"       // headers of a commit against its content
 	CheckContiguity = "contiguity"   // seqs without holes, within and between commits
 	CheckDigest     = "digest"       // the digest chain of the events
 	CheckChain      = "commit-chain" // the chain of the commits, which binds who and when
@@ -108,6 +111,8 @@ type Options struct {
 	Wait time.Duration
 	// Parallel is how many sessions are verified at a time. Defaults to 4.
 	Parallel int
+	// Begin, when set, hears how many sessions there are before the first is verified.
+	Begin func(sessions int)
 	// Each, when set, hears of every session as it is done, one at a time.
 	Each func(*SessionReport)
 }
@@ -150,6 +155,9 @@ func (a *Auditor) each(ctx context.Context, ids []string, o Options, out *Report
 	}
 	if o.Wait == 0 {
 		o.Wait = 10 * time.Second
+	}
+	if o.Begin != nil {
+		o.Begin(len(ids))
 	}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
@@ -242,7 +250,7 @@ func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionRe
 	if err := events.CheckSessionID(id); err != nil {
 		return nil, err
 	}
-	v := &verifier{a: a, id: id, life: lifecycle.New(), r: &SessionReport{Session: id, LastSeq: events.NoSeq, HeadSeq: events.NoSeq, Findings: []Finding{}}}
+	v := &verifier{a: a, id: id, life: lifecycle.New(), inherited: events.NoSeq, pages: map[string]pageID{}, r: &SessionReport{Session: id, LastSeq: events.NoSeq, HeadSeq: events.NoSeq, Findings: []Finding{}}}
 	header, err := a.headers.Get(ctx, id)
 	switch {
 	case errors.Is(err, events.ErrSessionNotFound):
@@ -268,6 +276,11 @@ func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionRe
 	if err := v.log(ctx, header); err != nil {
 		return nil, err
 	}
+	if header != nil && header.ParentSession != "" {
+		if err := v.lineage(ctx, header); err != nil {
+			return nil, err
+		}
+	}
 	if !o.LogOnly && v.snap != nil {
 		if err := v.projection(ctx, o.Wait); err != nil {
 			return nil, err
@@ -287,6 +300,12 @@ type verifier struct {
 	digest, chain events.Digest
 	chained       bool // the header is known, so the commit chain can be checked
 	next          events.Seq
+
+	inherited events.Seq    // the last seq that was inherited from the parent, NoSeq for none
+	seed      events.Digest // of the event at inherited
+
+	unshed int64             // bytes that were folded since pages were last let go of
+	pages  map[string]pageID // pages that were let go of, by key
 }
 
 func (v *verifier) find(f Finding) {
@@ -388,9 +407,11 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		v.find(f)
 		v.next, v.snap = c.First, nil
 	}
+	v.commitHeaders(c)
 	good := true
 	for line := range c.Lines() {
 		v.r.Events++
+		before := v.digest
 		v.digest = v.digest.Next(line)
 		e := new(events.Event)
 		bad, err := v.parse(ctx, e, line, c.Format)
@@ -408,6 +429,9 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 			good = false
 		} else {
 			v.lifecycle(e)
+			if e.Type == typeEndSeed && e.Fields().Inherited {
+				v.inherited, v.seed = e.Seq-1, before
+			}
 		}
 		v.next++
 	}
@@ -442,8 +466,12 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		v.snap = nil
 		return nil
 	}
-	if err := v.snap.Fold(c, v.a.log.Vocabulary(), func(*session.Plan) {}); err != nil {
-		v.broken(c, v.snap.Next, err)
+	bad, err := v.fold(ctx, c)
+	if err != nil {
+		return err
+	}
+	if bad != nil {
+		v.broken(c, v.snap.Next, bad)
 		v.snap = nil
 	}
 	return nil
@@ -561,6 +589,22 @@ func (v *verifier) compare(ctx context.Context, head []byte) (again bool, err er
 		found = append(found, Finding{Check: CheckHead, Seq: &last, Key: want.Head.Key, Detail: d})
 	}
 	kv := v.a.buckets.Snapshots.KV()
+	for _, key := range slices.Sorted(maps.Keys(v.pages)) {
+		if slices.Contains(want.Unreferenced, key) {
+			continue
+		}
+		got, err := kv.Get(ctx, key)
+		switch {
+		case errors.Is(err, jetstream.ErrKeyNotFound):
+			found = append(found, Finding{Check: CheckPage, Key: key, Detail: "the page is missing"})
+		case err != nil:
+			return false, err
+		default:
+			if want, is := v.pages[key], sum(got.Value()); is != want {
+				found = append(found, Finding{Check: CheckPage, Key: key, Expected: "SHA-256 " + hex.EncodeToString(want[:]), Found: hex.EncodeToString(is[:]), Detail: "the page differs from a fresh fold"})
+			}
+		}
+	}
 	for _, p := range want.Pages {
 		got, err := kv.Get(ctx, p.Key)
 		switch {
@@ -583,7 +627,7 @@ func (v *verifier) compare(ctx context.Context, head []byte) (again bool, err er
 			return true, nil
 		}
 	}
-	v.r.Pages += len(want.Pages)
+	v.r.Pages += len(want.Pages) + len(v.pages)
 	for _, f := range found {
 		v.find(f)
 	}

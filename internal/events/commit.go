@@ -63,6 +63,8 @@ type Commit struct {
 
 	// StreamSeq is the stream sequence of a stored commit; 0 before it is stored.
 	StreamSeq uint64
+
+	stored nats.Header // as it was read; nil for a commit that was made here
 }
 
 // Lines yields the commit's canonical lines, without their line ends. They are parts of Body.
@@ -126,7 +128,7 @@ func (c *Commit) sequence() string {
 // ParseCommit reads a stored message back. It checks the headers, not the events; an
 // *Error of code log-corrupt says which header is not what an appender writes.
 func ParseCommit(h nats.Header, body []byte, streamSeq uint64) (*Commit, error) {
-	c := &Commit{Body: body, StreamSeq: streamSeq}
+	c := &Commit{Body: body, StreamSeq: streamSeq, stored: h}
 	bad := func(name, format string, args ...any) error {
 		return &Error{Code: CodeCorrupt, Session: c.Session, Detail: fmt.Sprintf("stream sequence %d: header %s%s: ", streamSeq, cePrefix, name) + fmt.Sprintf(format, args...)}
 	}
@@ -186,6 +188,35 @@ func ParseCommit(h nats.Header, body []byte, streamSeq uint64) (*Commit, error) 
 		c.Trace = v[0]
 	}
 	return c, nil
+}
+
+// Difference is a header of a commit that is not what its writer gave it.
+type Difference struct{ Expected, Found string }
+
+// Stray yields, by name, the headers of a stored commit that say something else than the
+// commit: those that no reader needs and ParseCommit does not look at, and spans of idempotency
+// keys that lie outside of it.
+func (c *Commit) Stray() iter.Seq2[string, Difference] {
+	return func(yield func(string, Difference) bool) {
+		for _, f := range [...][2]string{
+			{"ce-specversion", ceVersion}, {"ce-source", "/sessions/" + Token(c.Session)},
+			{"ce-datacontenttype", CommitContentType}, {"ce-sequence", c.sequence()},
+		} {
+			found := ""
+			if v := c.stored[f[0]]; len(v) > 0 {
+				found = v[0]
+			}
+			if found != f[1] && !yield(f[0], Difference{f[1], found}) {
+				return
+			}
+		}
+		for _, a := range c.Appends {
+			if a.First < c.First || a.Last < a.First || a.Last > c.Last {
+				yield("ce-appends", Difference{fmt.Sprintf("spans from seq %d to %d", c.First, c.Last), fmt.Sprintf("one from %d to %d", a.First, a.Last)})
+				return
+			}
+		}
+	}
 }
 
 // CommitID returns the id in a message's headers without reading the rest.

@@ -124,6 +124,17 @@ func (h *Headers) Children(ctx context.Context, parent string) ([]string, error)
 	return h.list(ctx, "children."+events.Token(parent)+".*")
 }
 
+// IsChild reports whether the index of children has a session under a parent, as the bucket's
+// leader says.
+func (h *Headers) IsChild(ctx context.Context, parent, child string) (bool, error) {
+	key := "children." + events.Token(parent) + "." + events.Token(child)
+	m, err := h.j.leaderMessage(ctx, "KV_"+HeadersBucket, map[string]any{"last_by_subj": "$KV." + HeadersBucket + "." + key})
+	if errors.Is(err, jetstream.ErrMsgNotFound) {
+		return false, nil
+	}
+	return err == nil && m.Header.Get("KV-Operation") == "", err // a marker says that it was removed
+}
+
 // List returns the ids of all sessions, unordered.
 func (h *Headers) List(ctx context.Context) ([]string, error) {
 	return h.list(ctx, "*") // tokens hold no dot
