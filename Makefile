@@ -8,7 +8,7 @@ BENCH    ?= .
 ARGS     ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat soak lint verify clean
+.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat bench-verify soak lint verify clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench-append: ## Measure appends beside raw publishes to the same server, in two
 
 bench-append-flat: ## Measure appends to sessions of up to a million events, and memory
 	@$(GO) run ./bench/append --flat $(ARGS)
+
+bench-verify: ## Measure verify --all beside 32 bare filtered consumers (ARGS='--events 2000000': the heavy run)
+	@$(GO) run ./bench/verify $(ARGS)
 
 soak: ## Load real programs, kill the appender again and again, check all (ARGS='-duration 1m')
 	@$(GO) run ./test/soak $(ARGS)

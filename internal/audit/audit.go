@@ -10,6 +10,7 @@ import (
 	"maps"
 	"math"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -109,8 +110,12 @@ type Options struct {
 	// Wait is how long a projection may take to reach the log's end before its lag is a
 	// finding. Defaults to 10 s.
 	Wait time.Duration
-	// Parallel is how many sessions are verified at a time. Defaults to 4.
+	// Parallel is how many sessions are verified at a time, and by All how many partitions of
+	// the log. Defaults to 4.
 	Parallel int
+	// Held is how many sessions All keeps in memory at a time, each with at most 200 KiB of its
+	// messages. Where there are more, it reads the log several times. Defaults to 2048.
+	Held int
 	// Begin, when set, hears how many sessions there are before the first is verified.
 	Begin func(sessions int)
 	// Each, when set, hears of every session as it is done, one at a time.
@@ -132,73 +137,100 @@ func New(j *journal.Journal, h *journal.Headers, b *projection.Buckets) *Auditor
 // All verifies every session that has a header, a log or a head. The error is trouble with
 // JetStream; what is wrong with the sessions is in the report.
 func (a *Auditor) All(ctx context.Context, o Options) (*Report, error) {
-	ids, stray, err := a.sessions(ctx, o)
+	ids, logged, stray, err := a.sessions(ctx, o)
 	if err != nil {
 		return nil, err
 	}
-	out := &Report{Findings: []Finding{}}
+	o = o.withDefaults()
+	out := &collector{o: o, r: &Report{Findings: []Finding{}}}
 	for _, s := range stray {
-		out.Findings = append(out.Findings, Finding{Check: CheckMessage, Detail: "messages on subject " + s + ", which is no session's"})
-	}
-	return out, a.each(ctx, ids, o, out)
-}
-
-// Some verifies the given sessions.
-func (a *Auditor) Some(ctx context.Context, ids []string, o Options) (*Report, error) {
-	out := &Report{Findings: []Finding{}}
-	return out, a.each(ctx, ids, o, out)
-}
-
-func (a *Auditor) each(ctx context.Context, ids []string, o Options, out *Report) error {
-	if o.Parallel == 0 {
-		o.Parallel = 4
-	}
-	if o.Wait == 0 {
-		o.Wait = 10 * time.Second
+		out.r.Findings = append(out.r.Findings, Finding{Check: CheckMessage, Detail: "messages on subject " + s + ", which is no session's"})
 	}
 	if o.Begin != nil {
 		o.Begin(len(ids))
 	}
+	err = a.stream(ctx, ids, logged, out)
+	return out.end(), err
+}
+
+// Some verifies the given sessions.
+func (a *Auditor) Some(ctx context.Context, ids []string, o Options) (*Report, error) {
+	o = o.withDefaults()
+	out := &collector{o: o, r: &Report{Findings: []Finding{}}}
+	if o.Begin != nil {
+		o.Begin(len(ids))
+	}
+	err := parallel(ctx, o.Parallel, ids, func(id string) error {
+		r, err := a.Session(ctx, id, o)
+		if err == nil {
+			out.add(r)
+		}
+		return err
+	})
+	return out.end(), err
+}
+
+func (o Options) withDefaults() Options {
+	if o.Parallel == 0 {
+		o.Parallel = 4
+	}
+	if o.Held == 0 {
+		o.Held = 2048
+	}
+	if o.Wait == 0 {
+		o.Wait = 10 * time.Second
+	}
+	return o
+}
+
+// parallel calls f for each item, some at a time. All errors come back joined; one does not
+// stop the others, the end of ctx does.
+func parallel[T any](ctx context.Context, n int, items []T, f func(T) error) error {
 	var mu sync.Mutex
 	var wg sync.WaitGroup
 	var failed error
-	work := make(chan string)
-	for range o.Parallel {
-		wg.Add(1)
-		go func() {
-			defer wg.Done()
-			for id := range work {
-				r, err := a.Session(ctx, id, o)
-				mu.Lock()
-				if err != nil {
+	work := make(chan T)
+	for range n {
+		wg.Go(func() {
+			for it := range work {
+				if err := f(it); err != nil {
+					mu.Lock()
 					failed = errors.Join(failed, err)
-				} else {
-					out.add(r)
-					if o.Each != nil {
-						o.Each(r)
-					}
+					mu.Unlock()
 				}
-				mu.Unlock()
 			}
-		}()
+		})
 	}
-	for _, id := range ids {
+	for _, it := range items {
 		if ctx.Err() != nil {
 			break
 		}
-		work <- id
+		work <- it
 	}
 	close(work)
 	wg.Wait()
-	slices.SortStableFunc(out.Findings, func(x, y Finding) int {
-		if x.Session < y.Session {
-			return -1
-		} else if x.Session > y.Session {
-			return 1
-		}
-		return 0
-	})
 	return errors.Join(failed, ctx.Err())
+}
+
+// collector gathers the reports of sessions.
+type collector struct {
+	o  Options
+	mu sync.Mutex
+	r  *Report
+}
+
+func (c *collector) add(s *SessionReport) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.r.add(s)
+	if c.o.Each != nil {
+		c.o.Each(s)
+	}
+}
+
+func (c *collector) end() *Report {
+	slices.SortStableFunc(c.r.Findings, func(x, y Finding) int { return strings.Compare(x.Session, y.Session) })
+	return c.r
 }
 
 func (r *Report) add(s *SessionReport) {
@@ -215,11 +247,12 @@ func (r *Report) add(s *SessionReport) {
 	}
 }
 
-func (a *Auditor) sessions(ctx context.Context, o Options) (ids, stray []string, err error) {
+// sessions lists what there is to verify, with how many commits each has.
+func (a *Auditor) sessions(ctx context.Context, o Options) (ids []string, logged map[string]uint64, stray []string, err error) {
 	seen := map[string]bool{}
-	logged, stray, err := a.log.Subjects(ctx)
+	logged, stray, err = a.log.Subjects(ctx)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	for id := range logged {
 		seen[id] = true
@@ -231,7 +264,7 @@ func (a *Auditor) sessions(ctx context.Context, o Options) (ids, stray []string,
 	for _, list := range lists {
 		more, err := list(ctx)
 		if err != nil {
-			return nil, nil, err
+			return nil, nil, nil, err
 		}
 		for _, id := range more {
 			seen[id] = true
@@ -242,23 +275,36 @@ func (a *Auditor) sessions(ctx context.Context, o Options) (ids, stray []string,
 	}
 	slices.Sort(ids)
 	slices.Sort(stray)
-	return ids, stray, nil
+	return ids, logged, stray, nil
 }
 
 // Session verifies one session.
 func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionReport, error) {
+	o = o.withDefaults()
+	v, err := a.begin(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	if err := v.read(ctx, 0, math.MaxUint64); err != nil {
+		return nil, err
+	}
+	return v.finish(ctx, o)
+}
+
+// begin reads a session's header, and makes sure that there is something to verify.
+func (a *Auditor) begin(ctx context.Context, id string) (*verifier, error) {
 	if err := events.CheckSessionID(id); err != nil {
 		return nil, err
 	}
-	v := &verifier{a: a, id: id, life: lifecycle.New(), inherited: events.NoSeq, pages: map[string]pageID{}, r: &SessionReport{Session: id, LastSeq: events.NoSeq, HeadSeq: events.NoSeq, Findings: []Finding{}}}
-	header, err := a.headers.Get(ctx, id)
+	v := &verifier{a: a, id: id, life: lifecycle.New(), inherited: events.NoSeq, shedAt: mostShed, pages: map[string]pageID{}, digest: events.SeedDigest(id),
+		r: &SessionReport{Session: id, LastSeq: events.NoSeq, HeadSeq: events.NoSeq, Findings: []Finding{}}}
+	var err error
+	v.header, err = a.headers.Get(ctx, id)
 	switch {
 	case errors.Is(err, events.ErrSessionNotFound):
-		commits, _, serr := a.log.Subjects(ctx)
-		if serr != nil {
+		if end, serr := v.end(ctx); serr != nil {
 			return nil, serr
-		}
-		if commits[id] == 0 {
+		} else if end == 0 {
 			head, _, herr := a.buckets.Snapshots.Head(ctx, id)
 			if herr != nil && !errors.Is(herr, &events.Error{Code: events.CodeSnapshotDamaged}) {
 				return nil, herr
@@ -273,11 +319,19 @@ func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionRe
 	case err != nil:
 		return nil, err
 	}
-	if err := v.log(ctx, header); err != nil {
-		return nil, err
+	format := events.Format3
+	if v.header != nil {
+		format, v.chained = v.header.Format, true
+		v.chain = events.SeedChain(id, v.header.Raw)
 	}
-	if header != nil && header.ParentSession != "" {
-		if err := v.lineage(ctx, header); err != nil {
+	v.snap = snapshot.New(id, format, surface.KeepBodies)
+	return v, nil
+}
+
+// finish checks what only a log that was read to its end can be compared with.
+func (v *verifier) finish(ctx context.Context, o Options) (*SessionReport, error) {
+	if v.header != nil && v.header.ParentSession != "" {
+		if err := v.lineage(ctx, v.header); err != nil {
 			return nil, err
 		}
 	}
@@ -286,24 +340,29 @@ func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionRe
 			return nil, err
 		}
 	}
+	v.r.LastSeq = v.next - 1
+	v.r.Digest, v.r.Chain = v.digest.String(), v.chain.String()
 	return v.r, nil
 }
 
 // verifier verifies one session.
 type verifier struct {
-	a    *Auditor
-	id   string
-	r    *SessionReport
-	life *lifecycle.State
-	snap *snapshot.Snapshot // a fresh fold of the log; nil once the log cannot be folded
+	a      *Auditor
+	id     string
+	header *events.Header // nil when there is none that can be read
+	r      *SessionReport
+	life   *lifecycle.State
+	snap   *snapshot.Snapshot // a fresh fold of the log; nil once the log cannot be folded
 
 	digest, chain events.Digest
 	chained       bool // the header is known, so the commit chain can be checked
 	next          events.Seq
+	at            uint64 // stream sequence of the last message, while a partition is read
 
 	inherited events.Seq    // the last seq that was inherited from the parent, NoSeq for none
 	seed      events.Digest // of the event at inherited
 
+	shedAt int64             // at how many bytes pages are let go of
 	unshed int64             // bytes that were folded since pages were last let go of
 	pages  map[string]pageID // pages that were let go of, by key
 }
@@ -311,18 +370,6 @@ type verifier struct {
 func (v *verifier) find(f Finding) {
 	f.Session = v.id
 	v.r.Findings = append(v.r.Findings, f)
-}
-
-// log reads and checks the whole log.
-func (v *verifier) log(ctx context.Context, header *events.Header) error {
-	format := events.Format3
-	v.digest = events.SeedDigest(v.id)
-	if header != nil {
-		format, v.chained = header.Format, true
-		v.chain = events.SeedChain(v.id, header.Raw)
-	}
-	v.snap = snapshot.New(v.id, format, surface.KeepBodies)
-	return v.read(ctx, 0, math.MaxUint64)
 }
 
 // read checks what the log holds behind a stream sequence, up to another one or to where the
@@ -351,8 +398,7 @@ func (v *verifier) read(ctx context.Context, after, upTo uint64) error {
 		var bad *journal.MalformedError
 		switch {
 		case errors.As(err, &bad) && bad.StreamSeq <= upTo: // report it and read on behind it
-			v.find(Finding{Check: CheckMessage, StreamSeq: bad.StreamSeq, Detail: bad.Error()})
-			v.snap = nil
+			v.malformed(bad)
 			after = bad.StreamSeq
 			continue
 		case err != nil && err != stop && bad == nil:
@@ -360,9 +406,12 @@ func (v *verifier) read(ctx context.Context, after, upTo uint64) error {
 		}
 		break
 	}
-	v.r.LastSeq = v.next - 1
-	v.r.Digest, v.r.Chain = v.digest.String(), v.chain.String()
 	return nil
+}
+
+func (v *verifier) malformed(bad *journal.MalformedError) {
+	v.find(Finding{Check: CheckMessage, StreamSeq: bad.StreamSeq, Detail: bad.Error()})
+	v.snap = nil
 }
 
 // end is the stream sequence of the last message of the log, 0 when there is none.

@@ -40,11 +40,18 @@ func TestCleanSessionsHaveNoFindings(t *testing.T) {
 						return
 					}
 				}
-				w.append(id, user("a"), user("b"), `{"type":"x/opaque","ignorable":true,"data":[1.10,"\ud800"]}`)
+				raws := []string{user("a"), user("b"), `{"type":"x/opaque","ignorable":true,"data":[1.10,"\ud800"]}`}
 				for range i % 4 {
-					w.append(id, user(strings.Repeat("x", i%10*3<<10)))
+					raws = append(raws, user(strings.Repeat("x", i%10*3<<10)))
 				}
-				w.append(id, replace([]events.Seq{0, 1}, "summary"))
+				raws = append(raws, replace([]events.Seq{0, 1}, "summary"))
+				if i%4 > 0 { // all as one commit
+					w.append(id, raws...)
+					continue
+				}
+				for _, raw := range raws {
+					w.append(id, raw)
+				}
 			}
 		})
 	}

@@ -10,9 +10,10 @@ import (
 	"palimpsest/internal/snapshot"
 )
 
-// shedBytes is how much of a log is folded before the pages that it made are reduced to their
-// hashes, so that a long session takes the memory of its nodes and not of its messages.
-const shedBytes = 4 << 20
+// How much of a session's log is folded before the pages that it made are reduced to their
+// hashes, in bytes, so that a long session takes the memory of its nodes and not of its
+// messages: leastShed where many sessions are in memory, mostShed where it is alone.
+const leastShed, mostShed = 128 << 10, 8 << 20
 
 // pageID is the SHA-256 of a page's value.
 type pageID [sha256.Size]byte
@@ -36,7 +37,7 @@ func (v *verifier) fold(ctx context.Context, c *events.Commit) (bad, err error) 
 			}
 		}
 	}
-	if v.unshed += int64(len(c.Body)); bad != nil || v.unshed < shedBytes {
+	if v.unshed += int64(len(c.Body)); bad != nil || v.unshed < v.shedAt {
 		return bad, nil
 	}
 	return v.shed(), nil
@@ -44,15 +45,15 @@ func (v *verifier) fold(ctx context.Context, c *events.Commit) (bad, err error) 
 
 // shed lets go of the pages that were made, and keeps their hashes.
 func (v *verifier) shed() error {
-	f, err := v.snap.Flush()
+	pages, unreferenced, err := v.snap.Shed()
 	if err != nil {
 		return err
 	}
 	v.unshed = 0
-	for _, p := range f.Pages {
+	for _, p := range pages {
 		v.pages[p.Key] = sum(p.Value)
 	}
-	for _, key := range f.Unreferenced {
+	for _, key := range unreferenced {
 		delete(v.pages, key)
 	}
 	return nil
@@ -65,13 +66,8 @@ func (v *verifier) refill(ctx context.Context, n int64) error {
 	var c *events.Commit
 	for _, s := range stubs {
 		if c == nil || c.StreamSeq != s.At {
-			c = nil
-			stop := errors.New("stop")
-			err := v.a.log.ReadToEnd(ctx, v.id, s.At-1, func(got *events.Commit) error {
-				c = got
-				return stop
-			})
-			if err != nil && err != stop {
+			var err error
+			if c, err = v.a.log.Stored(ctx, v.id, s.At); err != nil {
 				return err
 			}
 		}
