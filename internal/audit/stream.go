@@ -7,6 +7,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/nats-io/nats.go/jetstream"
+
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 )
@@ -31,10 +33,7 @@ func (a *Auditor) stream(ctx context.Context, ids []string, logged map[string]ui
 	if err != nil {
 		return err
 	}
-	pull := 256
-	if n := info.State.Msgs; n > 0 {
-		pull = min(pull, max(1, readAhead/out.o.Parallel/int(info.State.Bytes/n+1)))
-	}
+	pull := pullOf(info, out.o.Parallel)
 	parts := make([][]string, a.log.Partitions())
 	for _, id := range ids {
 		p := a.log.Partition(id)
@@ -52,6 +51,16 @@ func (a *Auditor) stream(ctx context.Context, ids []string, logged map[string]ui
 	return parallel(ctx, out.o.Parallel, groups, func(g group) error {
 		return a.group(ctx, g, info.State.LastSeq, pull, out)
 	})
+}
+
+// pullOf is how many messages are asked for at a time, where some partitions are read at once.
+func pullOf(info *jetstream.StreamInfo, parallel int) int {
+	const most = 256
+	n := info.State.Msgs
+	if n == 0 {
+		return most
+	}
+	return min(most, max(1, readAhead/parallel/int(info.State.Bytes/n+1)))
 }
 
 // group is some sessions of one partition, which are verified in one reading of it.
@@ -75,7 +84,7 @@ func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out 
 		return err
 	})
 	if g.logged {
-		if err := a.partition(ctx, g.partition, vs, end, pull); err != nil {
+		if err := a.verifyPartition(ctx, g.partition, vs, end, pull); err != nil {
 			return errors.Join(failed, err)
 		}
 	}
@@ -96,11 +105,40 @@ func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out 
 	}))
 }
 
-// partition reads a partition up to a stream sequence and has each session verify its commits.
-func (a *Auditor) partition(ctx context.Context, p int, vs map[string]*verifier, end uint64, pull int) error {
+// verifyPartition reads a partition up to a stream sequence and has each session verify its commits.
+func (a *Auditor) verifyPartition(ctx context.Context, p int, vs map[string]*verifier, end uint64, pull int) error {
+	complete, err := a.partition(ctx, p, end, pull, func(d journal.Delivery) error {
+		v := vs[d.Session]
+		switch {
+		case v == nil: // another group's
+			return nil
+		case d.Err != nil:
+			v.malformed(d.Err)
+		default:
+			if err := v.commit(ctx, d.Commit); err != nil {
+				return err
+			}
+		}
+		v.at = d.StreamSeq
+		return nil
+	})
+	if err != nil || complete {
+		return err
+	}
+	for _, v := range vs {
+		if err := v.read(ctx, v.at, end); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// partition calls f for the messages of a partition up to a stream sequence. An error of f ends
+// the reading. complete is false when the last of them went away meanwhile, so that it is not
+// sure that f saw all the others.
+func (a *Auditor) partition(ctx context.Context, p int, end uint64, pull int, f func(journal.Delivery) error) (complete bool, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	reached := errors.New("reached")
 	var last uint64
 	alive := make(chan struct{}, 1)
 	take := func(d journal.Delivery) {
@@ -111,55 +149,40 @@ func (a *Auditor) partition(ctx context.Context, p int, vs map[string]*verifier,
 		if d.StreamSeq <= last || ctx.Err() != nil { // again, after a reconnect
 			return
 		}
-		last = d.StreamSeq
-		v := vs[d.Session]
-		switch {
-		case v == nil || d.StreamSeq > end: // another group's, or newer than what is verified
-		case d.Err != nil:
-			v.at = d.StreamSeq
-			v.malformed(d.Err)
-		default:
-			v.at = d.StreamSeq
-			if err := v.commit(ctx, d.Commit); err != nil {
+		if last = d.StreamSeq; last <= end {
+			if err := f(d); err != nil {
 				cancel(err)
 			}
 		}
 		if d.Pending == 0 || d.StreamSeq >= end {
-			cancel(reached)
+			cancel(errReached)
 		}
 	}
-	f, err := a.log.Follow(ctx, p, 0, pull, take, func(error) {}) // it goes on by itself
+	fw, err := a.log.Follow(ctx, p, 0, pull, take, func(error) {}) // it goes on by itself
 	if err != nil {
-		return err
+		return false, err
 	}
-	defer f.Stop()
+	defer fw.Stop()
 	timer := time.NewTimer(quiet)
 	defer timer.Stop()
 	for {
 		select {
 		case <-alive:
-			timer.Reset(quiet)
 		case <-timer.C:
-			n, err := f.Pending(ctx)
-			if err == nil && n == 0 { // its last message went away meanwhile
-				f.Stop()
-				for _, v := range vs {
-					if err := v.read(ctx, v.at, end); err != nil {
-						return err
-					}
-				}
-				return nil
+			n, err := fw.Pending(ctx)
+			if err == nil && n == 0 {
+				return false, nil
 			}
 			if err != nil && !temporary(err) && ctx.Err() == nil {
-				return err
+				return false, err
 			}
-			timer.Reset(quiet)
 		case <-ctx.Done():
-			if err := context.Cause(ctx); err != reached {
-				return err
+			if err := context.Cause(ctx); err != errReached {
+				return false, err
 			}
-			return nil
+			return true, nil
 		}
+		timer.Reset(quiet)
 	}
 }
 
