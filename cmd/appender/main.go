@@ -14,7 +14,8 @@ import (
 type cli struct {
 	platform.LogFlags
 	Serve  serveCmd  `cmd:"" help:"Serve the append API. Without --nats it runs an embedded NATS server."`
-	Import importCmd `cmd:"" help:"Import session files. Exit code 1 when any of them has a problem."`
+	Import importCmd `cmd:"" help:"Import session files and archives. Exit code 1 when any of them has a problem."`
+	Keygen keygenCmd `cmd:"" help:"Make a key that signs checkpoints, and print its public key."`
 }
 
 func main() {

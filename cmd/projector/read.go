@@ -341,16 +341,6 @@ func (c *eventsCmd) Run(ctx context.Context) error {
 	})
 }
 
-type exportCmd struct {
-	storeFlags
-	Session string `arg:"" help:"Session id."`
-	JSON    bool   `name:"json" hidden:"" help:"A session file is JSON lines anyway."`
-}
-
-func (c *exportCmd) Run(ctx context.Context) error {
-	return c.with(ctx, func(s *store) error { return s.reader().Export(ctx, c.Session, io.Writer(os.Stdout)) })
-}
-
 type sessionsCmd struct {
 	storeFlags
 	Parent string `help:"Only the children of this session."`

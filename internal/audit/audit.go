@@ -37,6 +37,7 @@ const (
 	CheckHead       = "head"         // the head against a fresh fold
 	CheckPage       = "page"         // a page or index page against a fresh fold
 	CheckProjection = "projection"   // the head is not at the log's end
+	CheckAttested   = "attestation"  // a signed checkpoint against the log
 )
 
 // Finding is one thing that is not as it was written.
@@ -76,15 +77,18 @@ func (f Finding) String() string {
 
 // SessionReport is what was found about one session.
 type SessionReport struct {
-	Session  string     `json:"session"`
-	Events   int64      `json:"events"`
-	Commits  int64      `json:"commits"`
-	LastSeq  events.Seq `json:"lastSeq"`
-	Digest   string     `json:"digest"`
-	Chain    string     `json:"chain"`
-	HeadSeq  events.Seq `json:"headSeq"`
-	Pages    int        `json:"pages"` // pages and index pages that were compared
-	Findings []Finding  `json:"findings"`
+	Session string     `json:"session"`
+	Events  int64      `json:"events"`
+	Commits int64      `json:"commits"`
+	LastSeq events.Seq `json:"lastSeq"`
+	Digest  string     `json:"digest"`
+	Chain   string     `json:"chain"`
+	HeadSeq events.Seq `json:"headSeq"`
+	// AttestedSeq is up to where a trusted key signed what the log holds; nil when it did not,
+	// or was not asked for.
+	AttestedSeq *events.Seq `json:"attestedSeq,omitempty"`
+	Pages       int         `json:"pages"` // pages and index pages that were compared
+	Findings    []Finding   `json:"findings"`
 	// Violations counts the lifecycle rules that the log breaks. They are reported and no
 	// finding: whether they are enforced is the appender's configuration.
 	Violations map[events.Rule]int64 `json:"violations,omitempty"`
@@ -98,6 +102,12 @@ type Report struct {
 	Pages      int                   `json:"pages"`
 	Findings   []Finding             `json:"findings"`
 	Violations map[events.Rule]int64 `json:"violations,omitempty"`
+
+	// With trusted keys: how many sessions are attested to their last event, in part, and not
+	// at all. An empty session is none of them.
+	Attested       int `json:"attested"`
+	PartlyAttested int `json:"partlyAttested"`
+	Unattested     int `json:"unattested"`
 }
 
 // OK reports whether nothing was found.
@@ -116,6 +126,11 @@ type Options struct {
 	// Held is how many sessions All keeps in memory at a time, each with at most 200 KiB of its
 	// messages. Where there are more, it reads the log several times. Defaults to 2048.
 	Held int
+	// Trusted are public nkeys: what they signed is compared with the log. Without any,
+	// attestations are not looked at.
+	Trusted []string
+	// Copies are attestations that the caller has kept, by session, beside those of the store.
+	Copies map[string][]*Attestation
 	// Begin, when set, hears how many sessions there are before the first is verified.
 	Begin func(sessions int)
 	// Each, when set, hears of every session as it is done, one at a time.
@@ -148,6 +163,11 @@ func (a *Auditor) All(ctx context.Context, o Options) (*Report, error) {
 	}
 	if o.Begin != nil {
 		o.Begin(len(ids))
+	}
+	if len(o.Trusted) > 0 {
+		if out.kept, err = a.Attestations(ctx, ""); err != nil {
+			return nil, err
+		}
 	}
 	err = a.stream(ctx, ids, logged, out)
 	return out.end(), err
@@ -214,9 +234,10 @@ func parallel[T any](ctx context.Context, n int, items []T, f func(T) error) err
 
 // collector gathers the reports of sessions.
 type collector struct {
-	o  Options
-	mu sync.Mutex
-	r  *Report
+	o    Options
+	kept map[string][]*Attestation // by the store
+	mu   sync.Mutex
+	r    *Report
 }
 
 func (c *collector) add(s *SessionReport) {
@@ -238,6 +259,15 @@ func (r *Report) add(s *SessionReport) {
 	r.Events += s.Events
 	r.Commits += s.Commits
 	r.Pages += s.Pages
+	switch {
+	case s.LastSeq == events.NoSeq:
+	case s.AttestedSeq == nil:
+		r.Unattested++
+	case *s.AttestedSeq == s.LastSeq:
+		r.Attested++
+	default:
+		r.PartlyAttested++
+	}
 	r.Findings = append(r.Findings, s.Findings...)
 	for rule, n := range s.Violations {
 		if r.Violations == nil {
@@ -284,6 +314,13 @@ func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionRe
 	v, err := a.begin(ctx, id)
 	if err != nil {
 		return nil, err
+	}
+	if len(o.Trusted) > 0 {
+		kept, err := a.Attestations(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		v.trust(o, kept[id])
 	}
 	if err := v.read(ctx, 0, math.MaxUint64); err != nil {
 		return nil, err
@@ -340,6 +377,7 @@ func (v *verifier) finish(ctx context.Context, o Options) (*SessionReport, error
 			return nil, err
 		}
 	}
+	v.attestedBeyond()
 	v.r.LastSeq = v.next - 1
 	v.r.Digest, v.r.Chain = v.digest.String(), v.chain.String()
 	return v.r, nil
@@ -358,6 +396,8 @@ type verifier struct {
 	chained       bool // the header is known, so the commit chain can be checked
 	next          events.Seq
 	at            uint64 // stream sequence of the last message, while a partition is read
+
+	attested []*Attestation // by trusted keys, by seq; those that the log has not reached yet
 
 	inherited events.Seq    // the last seq that was inherited from the parent, NoSeq for none
 	seed      events.Digest // of the event at inherited
@@ -508,6 +548,7 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 			v.chain = c.Chain
 		}
 	}
+	v.attest(c)
 	if v.snap == nil {
 		return nil
 	}

@@ -76,6 +76,7 @@ func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out 
 	failed := parallel(ctx, finishing, g.ids, func(id string) error {
 		v, err := a.begin(ctx, id)
 		if err == nil {
+			v.trust(out.o, out.kept[id])
 			v.shedAt = max(leastShed, min(mostShed, heldBytes/int64(len(g.ids))))
 			mu.Lock()
 			vs[id] = v
