@@ -186,7 +186,7 @@ func NewAttester(ctx context.Context, j *journal.Journal, h *journal.Headers, ke
 	if t.public, err = key.PublicKey(); err != nil {
 		return nil, err
 	}
-	if t.js, err = jetstream.New(j.JetStream().Conn(), jetstream.WithPublishAsyncMaxPending(256)); err != nil {
+	if t.js, err = jetstream.New(j.JetStream().Conn(), jetstream.WithPublishAsyncMaxPending(256), jetstream.WithPublishAsyncTimeout(j.Config().PublishTimeout)); err != nil {
 		return nil, err
 	}
 	_, err = j.OpenStream(ctx, jetstream.StreamConfig{

@@ -272,3 +272,34 @@ func TestKeyFilesAreGuarded(t *testing.T) {
 		t.Errorf("no seed: %v", err)
 	}
 }
+
+// Rounds go on while sessions are appended to, and the last one reaches the end.
+func TestRoundsGoOnUnderAppends(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	at := w.attester(t)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for n := range 300 {
+			w.append(fmt.Sprintf("s%d", n%7), user("x"))
+		}
+	}()
+	slowest := time.Duration(0)
+	for moving := true; moving; {
+		select {
+		case <-done:
+			moving = false
+		default:
+		}
+		began := time.Now()
+		if _, err := at.Round(journaltest.Context(t)); err != nil {
+			t.Fatal(err)
+		}
+		slowest = max(slowest, time.Since(began))
+	}
+	t.Logf("the slowest round took %v", slowest)
+	if r := w.all(audit.Options{LogOnly: true, Trusted: []string{at.PublicKey()}}); !r.OK() || r.Attested != 7 {
+		t.Errorf("%+v", r)
+	}
+}

@@ -18,7 +18,7 @@ func (j *Journal) Scan(ctx context.Context, after, upTo uint64, f func(Delivery)
 	if after >= upTo {
 		return nil
 	}
-	return each(ctx, j.js, j.cfg.Stream, jetstream.OrderedConsumerConfig{
+	return j.each(ctx, j.cfg.Stream, jetstream.OrderedConsumerConfig{
 		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: after + 1, HeadersOnly: true, InactiveThreshold: 30 * time.Second,
 	}, func(m jetstream.Msg, meta *jetstream.MsgMetadata) (bool, error) {
 		d := Delivery{StreamSeq: meta.Sequence.Stream, Pending: meta.NumPending, Stored: meta.Timestamp}
@@ -33,40 +33,41 @@ func (j *Journal) Scan(ctx context.Context, after, upTo uint64, f func(Delivery)
 			d.Session, _ = j.SessionOfSubject(m.Subject())
 		}
 		return d.StreamSeq == upTo, f(d)
-	}, j.unavailable)
+	})
 }
 
 // Each calls f for the messages that a stream holds on a subject now, in order.
 func (j *Journal) Each(ctx context.Context, stream, subject string, f func(jetstream.Msg) error) error {
-	return each(ctx, j.js, stream, jetstream.OrderedConsumerConfig{FilterSubjects: []string{subject}, InactiveThreshold: 30 * time.Second},
-		func(m jetstream.Msg, _ *jetstream.MsgMetadata) (bool, error) { return false, f(m) }, j.unavailable)
+	return j.each(ctx, stream, jetstream.OrderedConsumerConfig{FilterSubjects: []string{subject}, InactiveThreshold: 30 * time.Second},
+		func(m jetstream.Msg, _ *jetstream.MsgMetadata) (bool, error) { return false, f(m) })
 }
 
-// each reads a stream until f says that it is done, or nothing is pending.
-func each(ctx context.Context, js jetstream.JetStream, stream string, cfg jetstream.OrderedConsumerConfig, f func(jetstream.Msg, *jetstream.MsgMetadata) (done bool, err error), trouble func(error) error) error {
-	cons, err := js.OrderedConsumer(ctx, stream, cfg)
+// each reads a stream until f says that it is done, or nothing is pending. A message that does
+// not come within the time of a read ends it with an error: who reads tries again.
+func (j *Journal) each(ctx context.Context, stream string, cfg jetstream.OrderedConsumerConfig, f func(jetstream.Msg, *jetstream.MsgMetadata) (done bool, err error)) error {
+	cons, err := j.js.OrderedConsumer(ctx, stream, cfg)
 	if err != nil {
-		return trouble(err)
+		return j.unavailable(err)
 	}
 	info, err := cons.Info(ctx)
 	if err != nil {
-		return trouble(err)
+		return j.unavailable(err)
 	}
 	if info.NumPending == 0 {
 		return nil
 	}
 	it, err := cons.Messages(jetstream.PullMaxMessages(256))
 	if err != nil {
-		return trouble(err)
+		return j.unavailable(err)
 	}
 	defer it.Stop()
 	for {
-		m, err := it.Next(jetstream.NextContext(ctx))
+		m, err := it.Next(jetstream.NextMaxWait(j.cfg.ReadTimeout))
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
 		if err != nil {
-			if ctx.Err() != nil {
-				return context.Cause(ctx)
-			}
-			return trouble(err)
+			return j.unavailable(fmt.Errorf("stream %s: %w", stream, err))
 		}
 		meta, err := m.Metadata()
 		if err != nil {
