@@ -113,6 +113,9 @@ func (c *verifyCmd) print(rep *audit.Report) error {
 			fmt.Println(f)
 		}
 		fmt.Printf("sessions %d, commits %d, events %d, pages %d verified: %d findings\n", rep.Sessions, rep.Commits, rep.Events, rep.Pages, len(rep.Findings))
+		for _, t := range rep.Erased {
+			fmt.Printf("session %s was erased at %s by %s: %s\n", t.Session, t.Time, t.By, t.Reason)
+		}
 		if len(c.Trusted) > 0 {
 			fmt.Printf("attested to their last event: %d sessions, in part: %d, not at all: %d\n", rep.Attested, rep.PartlyAttested, rep.Unattested)
 		}

@@ -37,6 +37,7 @@ const (
 	CheckHead       = "head"         // the head against a fresh fold
 	CheckPage       = "page"         // a page or index page against a fresh fold
 	CheckProjection = "projection"   // the head is not at the log's end
+	CheckErasure    = "erasure"      // something is left of a session that was erased
 	CheckAttested   = "attestation"  // a signed checkpoint against the log
 )
 
@@ -89,6 +90,8 @@ type SessionReport struct {
 	AttestedSeq *events.Seq `json:"attestedSeq,omitempty"`
 	Pages       int         `json:"pages"` // pages and index pages that were compared
 	Findings    []Finding   `json:"findings"`
+	// Erased says that the session was erased, when, by whom and why; then nothing else is said.
+	Erased *events.Tombstone `json:"erased,omitempty"`
 	// Violations counts the lifecycle rules that the log breaks. They are reported and no
 	// finding: whether they are enforced is the appender's configuration.
 	Violations map[events.Rule]int64 `json:"violations,omitempty"`
@@ -101,6 +104,7 @@ type Report struct {
 	Commits    int64                 `json:"commits"`
 	Pages      int                   `json:"pages"`
 	Findings   []Finding             `json:"findings"`
+	Erased     []*events.Tombstone   `json:"erased,omitempty"` // by session
 	Violations map[events.Rule]int64 `json:"violations,omitempty"`
 
 	// With trusted keys: how many sessions are attested to their last event, in part, and not
@@ -250,6 +254,7 @@ func (c *collector) add(s *SessionReport) {
 }
 
 func (c *collector) end() *Report {
+	slices.SortFunc(c.r.Erased, func(x, y *events.Tombstone) int { return strings.Compare(x.Session, y.Session) })
 	slices.SortStableFunc(c.r.Findings, func(x, y Finding) int { return strings.Compare(x.Session, y.Session) })
 	return c.r
 }
@@ -259,6 +264,9 @@ func (r *Report) add(s *SessionReport) {
 	r.Events += s.Events
 	r.Commits += s.Commits
 	r.Pages += s.Pages
+	if s.Erased != nil {
+		r.Erased = append(r.Erased, s.Erased)
+	}
 	switch {
 	case s.LastSeq == events.NoSeq:
 	case s.AttestedSeq == nil:
@@ -338,6 +346,8 @@ func (a *Auditor) begin(ctx context.Context, id string) (*verifier, error) {
 	var err error
 	v.header, err = a.headers.Get(ctx, id)
 	switch {
+	case errors.Is(err, events.ErrErased):
+		v.buried = true
 	case errors.Is(err, events.ErrSessionNotFound):
 		if end, serr := v.end(ctx); serr != nil {
 			return nil, serr
@@ -367,6 +377,9 @@ func (a *Auditor) begin(ctx context.Context, id string) (*verifier, error) {
 
 // finish checks what only a log that was read to its end can be compared with.
 func (v *verifier) finish(ctx context.Context, o Options) (*SessionReport, error) {
+	if v.buried || v.tombstone != nil {
+		return v.r, v.erasure(ctx)
+	}
 	if v.header != nil && v.header.ParentSession != "" {
 		if err := v.lineage(ctx, v.header); err != nil {
 			return nil, err
@@ -398,6 +411,10 @@ type verifier struct {
 	at            uint64 // stream sequence of the last message, while a partition is read
 
 	attested []*Attestation // by trusted keys, by seq; those that the log has not reached yet
+
+	buried    bool                    // a tombstone is in the header's place
+	tombstone *journal.MalformedError // the one in the log
+	left      int                     // messages of the log beside it
 
 	inherited events.Seq    // the last seq that was inherited from the parent, NoSeq for none
 	seed      events.Digest // of the event at inherited
@@ -450,6 +467,10 @@ func (v *verifier) read(ctx context.Context, after, upTo uint64) error {
 }
 
 func (v *verifier) malformed(bad *journal.MalformedError) {
+	if errors.Is(bad, events.ErrErased) {
+		v.tombstone = bad
+		return
+	}
 	v.find(Finding{Check: CheckMessage, StreamSeq: bad.StreamSeq, Detail: bad.Error()})
 	v.snap = nil
 }
@@ -484,6 +505,10 @@ func (v *verifier) parse(ctx context.Context, e *events.Event, line []byte, f ev
 
 // commit checks one commit and folds it. An error is trouble with JetStream.
 func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
+	if v.buried || v.tombstone != nil {
+		v.left++
+		return nil
+	}
 	if v.snap != nil && !v.chained && v.r.Commits == 0 { // no header says which format it is
 		v.snap = snapshot.New(v.id, c.Format, surface.KeepBodies)
 	}

@@ -122,7 +122,7 @@ func (v *verifier) lineage(ctx context.Context, h *events.Header) error {
 	}
 	parent, err := v.a.headers.Get(ctx, h.ParentSession)
 	switch {
-	case errors.Is(err, events.ErrSessionNotFound), errors.Is(err, &events.Error{Code: events.CodeCorrupt}):
+	case errors.Is(err, events.ErrSessionNotFound), errors.Is(err, events.ErrErased), errors.Is(err, &events.Error{Code: events.CodeCorrupt}):
 		return nil // it is elsewhere, or a finding of its own
 	case err != nil:
 		return err
@@ -144,7 +144,7 @@ func (v *verifier) lineage(ctx context.Context, h *events.Header) error {
 	})
 	if err != nil && err != stop {
 		var own *events.Error
-		if errors.As(err, &own) && own.Code == events.CodeCorrupt {
+		if errors.As(err, &own) && (own.Code == events.CodeCorrupt || own.Code == events.CodeErased) {
 			return nil // the parent's finding
 		}
 		return err

@@ -3,6 +3,7 @@ package audit
 import (
 	"bytes"
 	"context"
+	"errors"
 	"slices"
 	"strings"
 	"sync"
@@ -166,6 +167,10 @@ func (a *Auditor) Fleet(ctx context.Context) (*FleetUsage, error) {
 	err = parallel(ctx, atATime, parts, func(p int) error {
 		ns := map[string]*usageCounter{}
 		complete, err := a.partition(ctx, p, info.State.LastSeq, pullOf(info, atATime), func(d journal.Delivery) error {
+			if d.Err != nil && errors.Is(d.Err, events.ErrErased) {
+				delete(ns, d.Session)
+				return nil
+			}
 			if d.Err != nil {
 				return d.Err
 			}

@@ -126,7 +126,8 @@ func (c *Commit) sequence() string {
 }
 
 // ParseCommit reads a stored message back. It checks the headers, not the events; an
-// *Error of code log-corrupt says which header is not what an appender writes.
+// *Error of code log-corrupt says which header is not what an appender writes. A tombstone is
+// an *Error of code session-erased.
 func ParseCommit(h nats.Header, body []byte, streamSeq uint64) (*Commit, error) {
 	c := &Commit{Body: body, StreamSeq: streamSeq, stored: h}
 	bad := func(name, format string, args ...any) error {
@@ -141,6 +142,9 @@ func ParseCommit(h nats.Header, body []byte, streamSeq uint64) (*Commit, error) 
 	c.Session = get("subject")
 	if err := CheckSessionID(c.Session); err != nil {
 		return nil, bad("subject", "%v", err)
+	}
+	if IsTombstone(h) {
+		return nil, Erased(c.Session)
 	}
 	if t := get("type"); t != CommitType {
 		return nil, bad("type", "expected %s, found %q", CommitType, t)

@@ -70,6 +70,9 @@ func (h *Headers) Get(ctx context.Context, session string) (*events.Header, erro
 	default:
 		return nil, h.j.unavailable(err)
 	}
+	if events.IsHeaderTombstone(raw) {
+		return nil, events.Erased(session)
+	}
 	hd, err := events.ParseHeader(raw, session, 0)
 	if err != nil {
 		return nil, &events.Error{Code: events.CodeCorrupt, Session: session, Cause: err, Detail: "the stored header is damaged: " + err.Error()}

@@ -62,7 +62,9 @@ func (j *Journal) each(ctx context.Context, stream string, cfg jetstream.Ordered
 	}
 	defer it.Stop()
 	for {
-		m, err := it.Next(jetstream.NextMaxWait(j.cfg.ReadTimeout))
+		one, cancel := context.WithTimeout(ctx, j.cfg.ReadTimeout)
+		m, err := it.Next(jetstream.NextContext(one))
+		cancel()
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}

@@ -315,6 +315,9 @@ func (r *Reader) Sessions(ctx context.Context, parent, cursor string, limit int)
 		if errors.Is(err, events.ErrSessionNotFound) {
 			continue // an index entry whose header never came
 		}
+		if errors.Is(err, events.ErrErased) {
+			continue
+		}
 		if err == nil && parent != "" && h.ParentSession != parent {
 			continue // an index entry of a header that was refused
 		}
