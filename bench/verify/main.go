@@ -232,7 +232,7 @@ func (b *bench) fill(ctx context.Context, j *journal.Journal, headers *journal.H
 		c.Last, c.Digest = w.next-1, w.digest
 		c.Chain = w.chain.NextChain(c)
 		w.chain = c.Chain
-		if _, err := js.PublishMsgAsync(message(j, c)); err != nil {
+		if _, err := js.PublishMsgAsync(message(j, c), jetstream.WithStallWait(time.Minute)); err != nil {
 			return err
 		}
 	}
