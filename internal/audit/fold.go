@@ -102,9 +102,9 @@ func (v *verifier) eventIn(c *events.Commit, seq events.Seq) (*events.Event, err
 
 // commitHeaders compares those headers of a commit that no reader needs with its content.
 func (v *verifier) commitHeaders(c *events.Commit) {
-	for name, d := range c.Stray() {
+	for _, d := range c.Stray {
 		last := c.Last
-		v.find(Finding{Check: CheckCommit, Seq: &last, StreamSeq: c.StreamSeq, Expected: d.Expected, Found: d.Found, Detail: "header " + name + " does not fit the commit"})
+		v.find(Finding{Check: CheckCommit, Seq: &last, StreamSeq: c.StreamSeq, Expected: d.Expected, Found: d.Found, Detail: "header " + d.Name + " does not fit the commit"})
 	}
 }
 

@@ -64,7 +64,9 @@ type Commit struct {
 	// StreamSeq is the stream sequence of a stored commit; 0 before it is stored.
 	StreamSeq uint64
 
-	stored nats.Header // as it was read; nil for a commit that was made here
+	// Stray are headers of a stored commit that say something else than the commit: those that no
+	// reader needs, and spans of idempotency keys that lie outside of it. nil: none.
+	Stray []Difference
 }
 
 // Lines yields the commit's canonical lines, without their line ends. They are parts of Body.
@@ -129,7 +131,7 @@ func (c *Commit) sequence() string {
 // *Error of code log-corrupt says which header is not what an appender writes. A tombstone is
 // an *Error of code session-erased.
 func ParseCommit(h nats.Header, body []byte, streamSeq uint64) (*Commit, error) {
-	c := &Commit{Body: body, StreamSeq: streamSeq, stored: h}
+	c := &Commit{Body: body, StreamSeq: streamSeq}
 	bad := func(name, format string, args ...any) error {
 		return &Error{Code: CodeCorrupt, Session: c.Session, Detail: fmt.Sprintf("stream sequence %d: header %s%s: ", streamSeq, cePrefix, name) + fmt.Sprintf(format, args...)}
 	}
@@ -191,34 +193,41 @@ func ParseCommit(h nats.Header, body []byte, streamSeq uint64) (*Commit, error) 
 	if v := h[traceParentHeader]; len(v) > 0 {
 		c.Trace = v[0]
 	}
+	c.findStray(h)
 	return c, nil
 }
 
 // Difference is a header of a commit that is not what its writer gave it.
-type Difference struct{ Expected, Found string }
+type Difference struct{ Name, Expected, Found string }
 
-// Stray yields, by name, the headers of a stored commit that say something else than the
-// commit: those that no reader needs and ParseCommit does not look at, and spans of idempotency
-// keys that lie outside of it.
-func (c *Commit) Stray() iter.Seq2[string, Difference] {
-	return func(yield func(string, Difference) bool) {
-		for _, f := range [...][2]string{
-			{"ce-specversion", ceVersion}, {"ce-source", "/sessions/" + Token(c.Session)},
-			{"ce-datacontenttype", CommitContentType}, {"ce-sequence", c.sequence()},
-		} {
-			found := ""
-			if v := c.stored[f[0]]; len(v) > 0 {
-				found = v[0]
-			}
-			if found != f[1] && !yield(f[0], Difference{f[1], found}) {
-				return
-			}
+// findStray compares the headers that ParseCommit does not need with the commit.
+func (c *Commit) findStray(h nats.Header) {
+	first := func(name string) string {
+		if v := h[name]; len(v) > 0 {
+			return v[0]
 		}
-		for _, a := range c.Appends {
-			if a.First < c.First || a.Last < a.First || a.Last > c.Last {
-				yield("ce-appends", Difference{fmt.Sprintf("spans from seq %d to %d", c.First, c.Last), fmt.Sprintf("one from %d to %d", a.First, a.Last)})
-				return
-			}
+		return ""
+	}
+	note := func(name, expected, found string) {
+		c.Stray = append(c.Stray, Difference{name, expected, found})
+	}
+	if v := first("ce-specversion"); v != ceVersion {
+		note("ce-specversion", ceVersion, v)
+	}
+	const before = "/sessions/"
+	if v := first("ce-source"); len(v) < len(before) || v[:len(before)] != before || v[len(before):] != Token(c.Session) {
+		note("ce-source", before+Token(c.Session), v)
+	}
+	if v := first("ce-datacontenttype"); v != CommitContentType {
+		note("ce-datacontenttype", CommitContentType, v)
+	}
+	if v := first("ce-sequence"); v != c.sequence() {
+		note("ce-sequence", c.sequence(), v)
+	}
+	for _, a := range c.Appends {
+		if a.First < c.First || a.Last < a.First || a.Last > c.Last {
+			note("ce-appends", fmt.Sprintf("spans from seq %d to %d", c.First, c.Last), fmt.Sprintf("one from %d to %d", a.First, a.Last))
+			break
 		}
 	}
 }
