@@ -246,8 +246,8 @@ func (b *bench) fill(ctx context.Context, j *journal.Journal, headers *journal.H
 
 // project has a worker make the heads, and stops it again.
 func (b *bench) project(ctx context.Context, j *journal.Journal, buckets *projection.Buckets) error {
-	// A head is written once, at the end, where memory allows: how heads came about is not measured.
-	w := projection.NewWorker(j, buckets, projection.NewHeads(), projection.Config{FlushAfter: time.Hour, FlushEvents: 1 << 30})
+	// Heads are written seldom: how they came about is not measured.
+	w := projection.NewWorker(j, buckets, projection.NewHeads(), projection.Config{FlushAfter: 5 * time.Second, FlushEvents: 1 << 30})
 	if err := w.Start(ctx); err != nil {
 		return err
 	}
@@ -261,7 +261,7 @@ func (b *bench) project(ctx context.Context, j *journal.Journal, buckets *projec
 		}
 		done = true
 		for _, p := range w.Status(ctx) {
-			done = done && p.Lag != nil && *p.Lag == 0
+			done = done && p.Lag != nil && *p.Lag == 0 && p.OldestUnflushedMs == 0
 		}
 	}
 	stop, cancel := context.WithTimeout(ctx, stopWithin)
