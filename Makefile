@@ -8,7 +8,7 @@ BENCH    ?= .
 ARGS     ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat soak e2e-scale watch-storm lint verify clean
+.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-verify soak e2e-scale watch-storm lint verify clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ bench-project: ## Measure projection and reads beside bare consumers, KV writes 
 
 bench-project-flat: ## Measure the bytes written to KV an event, for sessions of up to a million events
 	@$(GO) run ./bench/project --flat $(ARGS)
+
+bench-verify: ## Measure verify --all beside 32 bare filtered consumers (ARGS='--events 2000000': the heavy run)
+	@$(GO) run ./bench/verify $(ARGS)
 
 soak: ## Load real programs, kill the appender again and again, check all (ARGS='-duration 1m')
 	@$(GO) run ./test/soak $(ARGS)

@@ -115,6 +115,8 @@ var (
 	ErrSessionExists error = &Error{Code: "session-exists"}
 	// ErrSessionPending: the fork that makes the session is not complete; repeat it.
 	ErrSessionPending error = &Error{Code: "session-pending"}
+	// ErrSessionErased: the session was erased; its id is not used again.
+	ErrSessionErased error = &Error{Code: "session-erased"}
 	// ErrNotProjected: the seq that was waited for is not projected yet.
 	ErrNotProjected error = &Error{Code: "not-yet-projected"}
 	// ErrQuarantined: the session's log holds what cannot be folded; its projection stands still.

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/term"
 
 	"palimpsest/internal/appender"
+	"palimpsest/internal/audit"
 	"palimpsest/internal/events"
 	"palimpsest/internal/lifecycle"
 	"palimpsest/internal/platform"
@@ -29,7 +30,7 @@ type importCmd struct {
 	RepairTail bool     `help:"Drop an incomplete last line, which a crash left, instead of refusing the file."`
 	MaxEvent   int      `help:"Largest event in bytes of its canonical line; what the server takes in one message is a limit besides." default:"8388608"`
 	JSON       bool     `name:"json" help:"Print the reports as one JSON document."`
-	Paths      []string `arg:"" name:"path" help:"Session files of formats 0 to 4, plain or zstd, and directories with such: their *.jsonl and *.jsonl.zst, at any depth."`
+	Paths      []string `arg:"" name:"path" help:"Session files of formats 0 to 4, plain or zstd, archives (*.tar.zst), and directories with such: their *.jsonl, *.jsonl.zst and *.tar.zst, at any depth."`
 }
 
 func (c *importCmd) Run(ctx context.Context) error {
@@ -61,21 +62,27 @@ func (c *importCmd) files(ctx context.Context, a *appender.Appender, o sessionfi
 	}
 	sum := summary{Ignored: found.ignored}
 	var err error
+	told := func(rep *appender.ImportReport) error {
+		sum.add(rep)
+		return out.file(rep)
+	}
 	for _, f := range found.files {
-		var rep *appender.ImportReport
-		if f.err != nil {
-			rep = appender.Unreadable(f.path, f.err)
-		} else {
+		switch {
+		case f.err != nil:
+			err = told(appender.Unreadable(f.path, f.err))
+		case strings.HasSuffix(f.path, audit.ArchiveExt):
+			err = importArchive(ctx, a, f.path, o, told)
+			bar.done(f.size)
+		default:
 			o.Progress = bar.file(f.size)
-			rep, err = a.Import(ctx, f.path, o)
+			var rep *appender.ImportReport
+			if rep, err = a.Import(ctx, f.path, o); err == nil {
+				err = told(rep)
+			}
 			bar.done(f.size)
 		}
 		if err != nil {
 			err = fmt.Errorf("%s: %w; what was committed stays, and importing the file again goes on from there", f.path, err)
-			break
-		}
-		sum.add(rep)
-		if err = out.file(rep); err != nil {
 			break
 		}
 	}
@@ -130,7 +137,7 @@ func (f *found) dir(path string) {
 		switch name := filepath.Join(path, e.Name()); {
 		case e.IsDir():
 			f.dir(name)
-		case strings.HasSuffix(name, ".jsonl"), strings.HasSuffix(name, ".jsonl.zst"):
+		case strings.HasSuffix(name, ".jsonl"), strings.HasSuffix(name, ".jsonl.zst"), strings.HasSuffix(name, audit.ArchiveExt):
 			f.file(name)
 		default:
 			f.ignored++

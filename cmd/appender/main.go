@@ -14,7 +14,9 @@ import (
 type cli struct {
 	platform.LogFlags
 	Serve  serveCmd  `cmd:"" help:"Serve the append API. Without --nats it runs an embedded NATS server."`
-	Import importCmd `cmd:"" help:"Import session files. Exit code 1 when any of them has a problem."`
+	Import importCmd `cmd:"" help:"Import session files and archives. Exit code 1 when any of them has a problem."`
+	Erase  eraseCmd  `cmd:"" help:"Take a session away for good. Its log is overwritten, a tombstone stays."`
+	Keygen keygenCmd `cmd:"" help:"Make a key that signs checkpoints, and print its public key."`
 
 	EventTypes eventTypesCmd `cmd:"" help:"The log-only event types that the deployment added."`
 }

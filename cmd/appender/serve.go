@@ -15,6 +15,7 @@ import (
 
 type serveCmd struct {
 	storeFlags
+	attestFlags
 	Listen     string `help:"Address of the HTTP API; port 0 picks a free one." default:"127.0.0.1:8080" env:"PALIMPSEST_APPENDER_LISTEN"`
 	NATSListen string `name:"nats-listen" help:"Address of the embedded NATS server; port 0 picks a free one." default:"127.0.0.1:4222"`
 	Invariants string `help:"Lifecycle rules: off, observe (report) or enforce (refuse)." enum:"off,observe,enforce" default:"off" env:"PALIMPSEST_INVARIANTS"`
@@ -46,7 +47,7 @@ func (c *serveCmd) Run(ctx context.Context) error {
 		"max-event": int64(c.MaxEvent), "max-body": c.MaxBody, "max-commit": int64(c.MaxCommit), "max-header": int64(c.MaxHeader),
 		"max-session-events": c.MaxSessionEvents, "max-session-bytes": c.MaxSessionBytes, "group-events": int64(c.GroupEvents),
 		"group-bytes": int64(c.GroupBytes), "queue": int64(c.Queue), "pending-bytes": int64(c.PendingBytes), "cache-bytes": int64(c.CacheBytes),
-		"key-window": int64(c.KeyWindow), "partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
+		"key-window": int64(c.KeyWindow), "attest-every": int64(c.AttestEvery), "partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
 	} {
 		if n < 1 {
 			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %d", name, n)}
@@ -69,6 +70,13 @@ func (c *serveCmd) Run(ctx context.Context) error {
 		return stopAfter(&g, err)
 	}
 	g.Add("contention", platform.StopFunc(func(context.Context) error { stop(); return nil }))
+	attester, err := c.attester(ctx, s)
+	if err != nil {
+		return stopAfter(&g, err)
+	}
+	if attester != nil {
+		g.Add("attester", attester)
+	}
 	g.Add("services", api.NewAppenderServices(s.conns.Publish[0], a, api.ServiceConfig{}))
 	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: api.NewAppender(a, api.AppenderConfig{MaxBody: c.MaxBody, Ready: s.ready})})
 	g.Add("http", http)

@@ -36,9 +36,14 @@ const (
 	drainTime  = 30 * time.Second
 )
 
+// vocabulary is the built-in types with those of the deployment.
+func (f *storeFlags) vocabulary() (*events.Vocabulary, error) {
+	return events.NewVocabulary(strings.FieldsFunc(f.EventTypes, func(r rune) bool { return r == ',' || r == ' ' })...)
+}
+
 // open connects to NATS. What was opened is added to the group, to be stopped with it.
 func (f *storeFlags) open(ctx context.Context, name string, g *platform.Group) (*store, error) {
-	vocabulary, err := events.NewVocabulary(strings.FieldsFunc(f.EventTypes, func(r rune) bool { return r == ',' || r == ' ' })...)
+	vocabulary, err := f.vocabulary()
 	if err != nil {
 		return nil, err
 	}

@@ -22,6 +22,11 @@ type cli struct {
 	Transcript transcriptCmd `cmd:"" help:"Print what a human saw, replacements left out."`
 	Events     eventsCmd     `cmd:"" help:"Print events of the log, shadowed ones too."`
 	Export     exportCmd     `cmd:"" help:"Write a session's file to stdout."`
+	Explain    explainCmd    `cmd:"" help:"Show where an event came from, and what shadows it."`
+	Diff       diffCmd       `cmd:"" help:"Show which nodes of the surface came and went between two seqs."`
+	Blame      blameCmd      `cmd:"" help:"Show which events put a text into the messages and took it out."`
+	Replay     replayCmd     `cmd:"" help:"Print events at the pace at which they were recorded."`
+	Usage      usageCmd      `cmd:"" help:"Sum up the tokens that assistant messages tell of."`
 	Verify     verifyCmd     `cmd:"" help:"Check logs and snapshots. Exit code 1 on any finding."`
 	Quarantine quarantineCmd `cmd:"" help:"Sessions whose log holds what cannot be folded."`
 	Rebuild    rebuildCmd    `cmd:"" help:"Fold all snapshots anew beside the ones that serve, and switch."`

@@ -315,16 +315,6 @@ func (c *eventsCmd) Run(ctx context.Context) error {
 	})
 }
 
-type exportCmd struct {
-	storeFlags
-	Session string `arg:"" help:"Session id."`
-	JSON    bool   `name:"json" hidden:"" help:"A session file is JSON lines anyway."`
-}
-
-func (c *exportCmd) Run(ctx context.Context) error {
-	return c.with(ctx, func(s *store) error { return s.reader().Export(ctx, c.Session, io.Writer(os.Stdout)) })
-}
-
 // urlFlag says where a projector serves.
 type urlFlag struct {
 	URL string `name:"url" help:"HTTP API of the projector." default:"http://127.0.0.1:8081"`

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"palimpsest/internal/audit"
+	"palimpsest/internal/events"
 	"palimpsest/internal/platform"
 	"palimpsest/internal/projection"
 )
@@ -22,44 +23,110 @@ type verifyCmd struct {
 	All      bool          `help:"Every session that has a header, a log or a head."`
 	LogOnly  bool          `help:"Leave heads and pages out."`
 	Wait     time.Duration `help:"How long the projection may take to reach the log's end." default:"10s"`
+	Workers  int           `help:"Sessions that are verified at a time." default:"4"`
 	JSON     bool          `name:"json" help:"Print the report as JSON."`
-	Sessions []string      `arg:"" optional:"" name:"session" help:"Session ids."`
+	Trusted  []string      `name:"trusted-key" help:"Public key: compare what it signed with the logs." placeholder:"KEY"`
+	Kept     []string      `name:"attestations" help:"File of attestations that were kept, one a line, besides those of the store." placeholder:"FILE" type:"existingfile"`
+	Sessions []string      `arg:"" optional:"" name:"session" help:"Session ids; or session files and archives (*.jsonl, *.jsonl.zst, *.tar.zst), which are verified without a store."`
+}
+
+// options are those of the auditor.
+func (c *verifyCmd) options() (audit.Options, error) {
+	o := audit.Options{LogOnly: c.LogOnly, Wait: c.Wait, Parallel: c.Workers, Trusted: c.Trusted, Copies: map[string][]*audit.Attestation{}}
+	for _, key := range c.Trusted {
+		if err := audit.CheckPublicKey(key); err != nil {
+			return o, err
+		}
+	}
+	if len(c.Kept) > 0 && len(c.Trusted) == 0 {
+		return o, errors.New("verify: --attestations needs a --trusted-key that signed them")
+	}
+	for _, path := range c.Kept {
+		f, err := os.Open(path)
+		if err != nil {
+			return o, err
+		}
+		list, err := audit.ReadAttestations(f)
+		if err = errors.Join(err, f.Close()); err != nil {
+			return o, fmt.Errorf("%s: %w", path, err)
+		}
+		for _, t := range list {
+			o.Copies[t.Session] = append(o.Copies[t.Session], t)
+		}
+	}
+	return o, nil
 }
 
 func (c *verifyCmd) Run(ctx context.Context) error {
 	if c.All == (len(c.Sessions) > 0) {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: errors.New("verify: expected session ids or --all, and not both")}
 	}
-	return c.with(ctx, func(s *store) error {
-		o := audit.Options{LogOnly: c.LogOnly, Wait: c.Wait}
-		var rep *audit.Report
-		var err error
-		if c.All {
-			rep, err = s.auditor().All(ctx, o)
-		} else {
-			rep, err = s.auditor().Some(ctx, c.Sessions, o)
+	if c.Workers < 1 {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--workers: expected more than 0, found %d", c.Workers)}
+	}
+	o, err := c.options()
+	if err != nil {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
+	}
+	files := 0
+	for _, name := range c.Sessions {
+		if audit.IsFile(name) {
+			files++
 		}
-		if err != nil {
+	}
+	if files > 0 && files < len(c.Sessions) {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: errors.New("verify: expected files or session ids, and not both; is there a file that does not exist?")}
+	}
+	var bar verifyBar
+	o.Begin, o.Each = bar.begin, bar.each
+	var rep *audit.Report
+	if files > 0 {
+		var v *events.Vocabulary
+		if v, err = c.vocabulary(); err == nil {
+			rep, err = audit.Files(ctx, c.Sessions, v, o)
+		}
+	} else {
+		err = c.with(ctx, func(s *store) (err error) {
+			if c.All {
+				rep, err = s.auditor().All(ctx, o)
+			} else {
+				rep, err = s.auditor().Some(ctx, c.Sessions, o)
+			}
+			return err
+		})
+	}
+	bar.end()
+	if err != nil {
+		return err
+	}
+	return c.print(rep)
+}
+
+// print writes the report; findings make the exit code 1.
+func (c *verifyCmd) print(rep *audit.Report) error {
+	if c.JSON {
+		if err := printJSON(rep); err != nil {
 			return err
 		}
-		if c.JSON {
-			if err := json.NewEncoder(os.Stdout).Encode(rep); err != nil {
-				return err
-			}
-		} else {
-			for _, f := range rep.Findings {
-				fmt.Println(f)
-			}
-			fmt.Printf("sessions %d, commits %d, events %d, pages %d verified: %d findings\n", rep.Sessions, rep.Commits, rep.Events, rep.Pages, len(rep.Findings))
-			for _, rule := range slices.Sorted(maps.Keys(rep.Violations)) {
-				fmt.Printf("lifecycle rule %s broken %d times (no finding: it was not enforced)\n", rule, rep.Violations[rule])
-			}
+	} else {
+		for _, f := range rep.Findings {
+			fmt.Println(f)
 		}
-		if !rep.OK() {
-			return &platform.ExitError{Code: platform.ExitFailed}
+		fmt.Printf("sessions %d, commits %d, events %d, pages %d verified: %d findings\n", rep.Sessions, rep.Commits, rep.Events, rep.Pages, len(rep.Findings))
+		for _, t := range rep.Erased {
+			fmt.Printf("session %s was erased at %s by %s: %s\n", t.Session, t.Time, t.By, t.Reason)
 		}
-		return nil
-	})
+		if len(c.Trusted) > 0 {
+			fmt.Printf("attested to their last event: %d sessions, in part: %d, not at all: %d\n", rep.Attested, rep.PartlyAttested, rep.Unattested)
+		}
+		for _, rule := range slices.Sorted(maps.Keys(rep.Violations)) {
+			fmt.Printf("lifecycle rule %s broken %d times (no finding: it was not enforced)\n", rule, rep.Violations[rule])
+		}
+	}
+	if !rep.OK() {
+		return &platform.ExitError{Code: platform.ExitFailed}
+	}
+	return nil
 }
 
 type quarantineCmd struct {

@@ -43,6 +43,7 @@ var kinds = map[events.Code]struct {
 	events.CodeSessionNotFound: {http.StatusNotFound, "No such session"},
 	events.CodeSessionExists:   {http.StatusConflict, "The session exists with another header"},
 	events.CodeSessionPending:  {http.StatusConflict, "The session is not complete yet"},
+	events.CodeErased:          {http.StatusGone, "The session was erased"},
 	events.CodeFenced:          {http.StatusConflict, "Another writer has the session"},
 	events.CodeKeyReused:       {http.StatusUnprocessableEntity, "The idempotency key was used for other events"},
 	events.CodeOpenTurn:        {http.StatusConflict, "A turn is open there"},

@@ -70,6 +70,7 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, hubs *projection.
 	rt.handle("GET", "/v1/sessions/{id}/export", s.export)
 	rt.handle("GET", "/v1/sessions/{id}/watch", s.watch)
 	rt.handle("GET", "/v1/sessions/{id}/verify", s.verify)
+	s.historyRoutes(rt)
 	rt.handle("POST", "/v1/sessions/{id}/retry", s.retry)
 	rt.handle("POST", "/v1/sessions/{id}/skip", s.skip)
 	rt.handle("GET", "/v1/status", s.status)

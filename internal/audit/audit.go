@@ -4,10 +4,13 @@ package audit
 
 import (
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -17,7 +20,6 @@ import (
 	"palimpsest/internal/journal"
 	"palimpsest/internal/lifecycle"
 	"palimpsest/internal/projection"
-	"palimpsest/internal/session"
 	"palimpsest/internal/snapshot"
 	"palimpsest/internal/surface"
 )
@@ -25,7 +27,9 @@ import (
 // Checks that a finding names.
 const (
 	CheckHeader     = "header"       // the session's header
+	CheckLineage    = "lineage"      // a fork against its parent, and the index of children
 	CheckMessage    = "message"      // a message that is no commit of its session
+	CheckCommit     = "commit"       // headers of a commit against its content
 	CheckContiguity = "contiguity"   // seqs without holes, within and between commits
 	CheckDigest     = "digest"       // the digest chain of the events
 	CheckChain      = "commit-chain" // the chain of the commits, which binds who and when
@@ -33,6 +37,8 @@ const (
 	CheckHead       = "head"         // the head against a fresh fold
 	CheckPage       = "page"         // a page or index page against a fresh fold
 	CheckProjection = "projection"   // the head is not at the log's end
+	CheckErasure    = "erasure"      // something is left of a session that was erased
+	CheckAttested   = "attestation"  // a signed checkpoint against the log
 )
 
 // Finding is one thing that is not as it was written.
@@ -72,15 +78,20 @@ func (f Finding) String() string {
 
 // SessionReport is what was found about one session.
 type SessionReport struct {
-	Session  string     `json:"session"`
-	Events   int64      `json:"events"`
-	Commits  int64      `json:"commits"`
-	LastSeq  events.Seq `json:"lastSeq"`
-	Digest   string     `json:"digest"`
-	Chain    string     `json:"chain"`
-	HeadSeq  events.Seq `json:"headSeq"`
-	Pages    int        `json:"pages"` // pages and index pages that were compared
-	Findings []Finding  `json:"findings"`
+	Session string     `json:"session"`
+	Events  int64      `json:"events"`
+	Commits int64      `json:"commits"`
+	LastSeq events.Seq `json:"lastSeq"`
+	Digest  string     `json:"digest"`
+	Chain   string     `json:"chain"`
+	HeadSeq events.Seq `json:"headSeq"`
+	// AttestedSeq is up to where a trusted key signed what the log holds; nil when it did not,
+	// or was not asked for.
+	AttestedSeq *events.Seq `json:"attestedSeq,omitempty"`
+	Pages       int         `json:"pages"` // pages and index pages that were compared
+	Findings    []Finding   `json:"findings"`
+	// Erased says that the session was erased, when, by whom and why; then nothing else is said.
+	Erased *events.Tombstone `json:"erased,omitempty"`
 	// Violations counts the lifecycle rules that the log breaks. They are reported and no
 	// finding: whether they are enforced is the appender's configuration.
 	Violations map[events.Rule]int64 `json:"violations,omitempty"`
@@ -93,7 +104,14 @@ type Report struct {
 	Commits    int64                 `json:"commits"`
 	Pages      int                   `json:"pages"`
 	Findings   []Finding             `json:"findings"`
+	Erased     []*events.Tombstone   `json:"erased,omitempty"` // by session
 	Violations map[events.Rule]int64 `json:"violations,omitempty"`
+
+	// With trusted keys: how many sessions are attested to their last event, in part, and not
+	// at all. An empty session is none of them.
+	Attested       int `json:"attested"`
+	PartlyAttested int `json:"partlyAttested"`
+	Unattested     int `json:"unattested"`
 }
 
 // OK reports whether nothing was found.
@@ -106,8 +124,19 @@ type Options struct {
 	// Wait is how long a projection may take to reach the log's end before its lag is a
 	// finding. Defaults to 10 s.
 	Wait time.Duration
-	// Parallel is how many sessions are verified at a time. Defaults to 4.
+	// Parallel is how many sessions are verified at a time, and by All how many partitions of
+	// the log. Defaults to 4.
 	Parallel int
+	// Held is how many sessions All keeps in memory at a time, each with at most 200 KiB of its
+	// messages. Where there are more, it reads the log several times. Defaults to 2048.
+	Held int
+	// Trusted are public nkeys: what they signed is compared with the log. Without any,
+	// attestations are not looked at.
+	Trusted []string
+	// Copies are attestations that the caller has kept, by session, beside those of the store.
+	Copies map[string][]*Attestation
+	// Begin, when set, hears how many sessions there are before the first is verified.
+	Begin func(sessions int)
 	// Each, when set, hears of every session as it is done, one at a time.
 	Each func(*SessionReport)
 }
@@ -127,70 +156,107 @@ func New(j *journal.Journal, h *journal.Headers, b *projection.Buckets) *Auditor
 // All verifies every session that has a header, a log or a head. The error is trouble with
 // JetStream; what is wrong with the sessions is in the report.
 func (a *Auditor) All(ctx context.Context, o Options) (*Report, error) {
-	ids, stray, err := a.sessions(ctx, o)
+	ids, logged, stray, err := a.sessions(ctx, o)
 	if err != nil {
 		return nil, err
 	}
-	out := &Report{Findings: []Finding{}}
+	o = o.withDefaults()
+	out := &collector{o: o, r: &Report{Findings: []Finding{}}}
 	for _, s := range stray {
-		out.Findings = append(out.Findings, Finding{Check: CheckMessage, Detail: "messages on subject " + s + ", which is no session's"})
+		out.r.Findings = append(out.r.Findings, Finding{Check: CheckMessage, Detail: "messages on subject " + s + ", which is no session's"})
 	}
-	return out, a.each(ctx, ids, o, out)
+	if o.Begin != nil {
+		o.Begin(len(ids))
+	}
+	if len(o.Trusted) > 0 {
+		if out.kept, err = a.Attestations(ctx, ""); err != nil {
+			return nil, err
+		}
+	}
+	err = a.stream(ctx, ids, logged, out)
+	return out.end(), err
 }
 
 // Some verifies the given sessions.
 func (a *Auditor) Some(ctx context.Context, ids []string, o Options) (*Report, error) {
-	out := &Report{Findings: []Finding{}}
-	return out, a.each(ctx, ids, o, out)
+	o = o.withDefaults()
+	out := &collector{o: o, r: &Report{Findings: []Finding{}}}
+	if o.Begin != nil {
+		o.Begin(len(ids))
+	}
+	err := parallel(ctx, o.Parallel, ids, func(id string) error {
+		r, err := a.Session(ctx, id, o)
+		if err == nil {
+			out.add(r)
+		}
+		return err
+	})
+	return out.end(), err
 }
 
-func (a *Auditor) each(ctx context.Context, ids []string, o Options, out *Report) error {
+func (o Options) withDefaults() Options {
 	if o.Parallel == 0 {
 		o.Parallel = 4
+	}
+	if o.Held == 0 {
+		o.Held = 2048
 	}
 	if o.Wait == 0 {
 		o.Wait = 10 * time.Second
 	}
+	return o
+}
+
+// parallel calls f for each item, some at a time. All errors come back joined; one does not
+// stop the others, the end of ctx does.
+func parallel[T any](ctx context.Context, n int, items []T, f func(T) error) error {
 	var mu sync.Mutex
 	var wg sync.WaitGroup
 	var failed error
-	work := make(chan string)
-	for range o.Parallel {
-		wg.Add(1)
-		go func() {
-			defer wg.Done()
-			for id := range work {
-				r, err := a.Session(ctx, id, o)
-				mu.Lock()
-				if err != nil {
+	work := make(chan T)
+	for range n {
+		wg.Go(func() {
+			for it := range work {
+				if err := f(it); err != nil {
+					mu.Lock()
 					failed = errors.Join(failed, err)
-				} else {
-					out.add(r)
-					if o.Each != nil {
-						o.Each(r)
-					}
+					mu.Unlock()
 				}
-				mu.Unlock()
 			}
-		}()
+		})
 	}
-	for _, id := range ids {
+	for _, it := range items {
 		if ctx.Err() != nil {
 			break
 		}
-		work <- id
+		work <- it
 	}
 	close(work)
 	wg.Wait()
-	slices.SortStableFunc(out.Findings, func(x, y Finding) int {
-		if x.Session < y.Session {
-			return -1
-		} else if x.Session > y.Session {
-			return 1
-		}
-		return 0
-	})
 	return errors.Join(failed, ctx.Err())
+}
+
+// collector gathers the reports of sessions.
+type collector struct {
+	o    Options
+	kept map[string][]*Attestation // by the store
+	mu   sync.Mutex
+	r    *Report
+}
+
+func (c *collector) add(s *SessionReport) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.r.add(s)
+	if c.o.Each != nil {
+		c.o.Each(s)
+	}
+}
+
+func (c *collector) end() *Report {
+	slices.SortFunc(c.r.Erased, func(x, y *events.Tombstone) int { return strings.Compare(x.Session, y.Session) })
+	slices.SortStableFunc(c.r.Findings, func(x, y Finding) int { return strings.Compare(x.Session, y.Session) })
+	return c.r
 }
 
 func (r *Report) add(s *SessionReport) {
@@ -198,6 +264,18 @@ func (r *Report) add(s *SessionReport) {
 	r.Events += s.Events
 	r.Commits += s.Commits
 	r.Pages += s.Pages
+	if s.Erased != nil {
+		r.Erased = append(r.Erased, s.Erased)
+	}
+	switch {
+	case s.LastSeq == events.NoSeq:
+	case s.AttestedSeq == nil:
+		r.Unattested++
+	case *s.AttestedSeq == s.LastSeq:
+		r.Attested++
+	default:
+		r.PartlyAttested++
+	}
 	r.Findings = append(r.Findings, s.Findings...)
 	for rule, n := range s.Violations {
 		if r.Violations == nil {
@@ -207,11 +285,12 @@ func (r *Report) add(s *SessionReport) {
 	}
 }
 
-func (a *Auditor) sessions(ctx context.Context, o Options) (ids, stray []string, err error) {
+// sessions lists what there is to verify, with how many commits each has.
+func (a *Auditor) sessions(ctx context.Context, o Options) (ids []string, logged map[string]uint64, stray []string, err error) {
 	seen := map[string]bool{}
-	logged, stray, err := a.log.Subjects(ctx)
+	logged, stray, err = a.log.Subjects(ctx)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	for id := range logged {
 		seen[id] = true
@@ -223,7 +302,7 @@ func (a *Auditor) sessions(ctx context.Context, o Options) (ids, stray []string,
 	for _, list := range lists {
 		more, err := list(ctx)
 		if err != nil {
-			return nil, nil, err
+			return nil, nil, nil, err
 		}
 		for _, id := range more {
 			seen[id] = true
@@ -234,23 +313,45 @@ func (a *Auditor) sessions(ctx context.Context, o Options) (ids, stray []string,
 	}
 	slices.Sort(ids)
 	slices.Sort(stray)
-	return ids, stray, nil
+	return ids, logged, stray, nil
 }
 
 // Session verifies one session.
 func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionReport, error) {
+	o = o.withDefaults()
+	v, err := a.begin(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	if len(o.Trusted) > 0 {
+		kept, err := a.Attestations(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		v.trust(o, kept[id])
+	}
+	if err := v.read(ctx, 0, math.MaxUint64); err != nil {
+		return nil, err
+	}
+	return v.finish(ctx, o)
+}
+
+// begin reads a session's header, and makes sure that there is something to verify.
+func (a *Auditor) begin(ctx context.Context, id string) (*verifier, error) {
 	if err := events.CheckSessionID(id); err != nil {
 		return nil, err
 	}
-	v := &verifier{a: a, id: id, life: lifecycle.New(), r: &SessionReport{Session: id, LastSeq: events.NoSeq, HeadSeq: events.NoSeq, Findings: []Finding{}}}
-	header, err := a.headers.Get(ctx, id)
+	v := &verifier{a: a, id: id, life: lifecycle.New(), inherited: events.NoSeq, shedAt: mostShed, pages: map[string]pageID{}, digest: events.SeedDigest(id),
+		r: &SessionReport{Session: id, LastSeq: events.NoSeq, HeadSeq: events.NoSeq, Findings: []Finding{}}}
+	var err error
+	v.header, err = a.headers.Get(ctx, id)
 	switch {
+	case errors.Is(err, events.ErrErased):
+		v.buried = true
 	case errors.Is(err, events.ErrSessionNotFound):
-		commits, _, serr := a.log.Subjects(ctx)
-		if serr != nil {
+		if end, serr := v.end(ctx); serr != nil {
 			return nil, serr
-		}
-		if commits[id] == 0 {
+		} else if end == 0 {
 			head, _, herr := a.buckets.Snapshots.Head(ctx, id)
 			if herr != nil && !errors.Is(herr, &events.Error{Code: events.CodeSnapshotDamaged}) {
 				return nil, herr
@@ -265,45 +366,67 @@ func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionRe
 	case err != nil:
 		return nil, err
 	}
-	if err := v.log(ctx, header); err != nil {
-		return nil, err
+	format := events.Format3
+	if v.header != nil {
+		format, v.chained = v.header.Format, true
+		v.chain = events.SeedChain(id, v.header.Raw)
+	}
+	v.snap = snapshot.New(id, format, surface.KeepBodies)
+	return v, nil
+}
+
+// finish checks what only a log that was read to its end can be compared with.
+func (v *verifier) finish(ctx context.Context, o Options) (*SessionReport, error) {
+	if v.buried || v.tombstone != nil {
+		return v.r, v.erasure(ctx)
+	}
+	if v.header != nil && v.header.ParentSession != "" {
+		if err := v.lineage(ctx, v.header); err != nil {
+			return nil, err
+		}
 	}
 	if !o.LogOnly && v.snap != nil {
 		if err := v.projection(ctx, o.Wait); err != nil {
 			return nil, err
 		}
 	}
+	v.attestedBeyond()
+	v.r.LastSeq = v.next - 1
+	v.r.Digest, v.r.Chain = v.digest.String(), v.chain.String()
 	return v.r, nil
 }
 
 // verifier verifies one session.
 type verifier struct {
-	a    *Auditor
-	id   string
-	r    *SessionReport
-	life *lifecycle.State
-	snap *snapshot.Snapshot // a fresh fold of the log; nil once the log cannot be folded
+	a      *Auditor
+	id     string
+	header *events.Header // nil when there is none that can be read
+	r      *SessionReport
+	life   *lifecycle.State
+	snap   *snapshot.Snapshot // a fresh fold of the log; nil once the log cannot be folded
 
 	digest, chain events.Digest
 	chained       bool // the header is known, so the commit chain can be checked
 	next          events.Seq
+	at            uint64 // stream sequence of the last message, while a partition is read
+
+	attested []*Attestation // by trusted keys, by seq; those that the log has not reached yet
+
+	buried    bool                    // a tombstone is in the header's place
+	tombstone *journal.MalformedError // the one in the log
+	left      int                     // messages of the log beside it
+
+	inherited events.Seq    // the last seq that was inherited from the parent, NoSeq for none
+	seed      events.Digest // of the event at inherited
+
+	shedAt int64             // at how many bytes pages are let go of
+	unshed int64             // bytes that were folded since pages were last let go of
+	pages  map[string]pageID // pages that were let go of, by key
 }
 
 func (v *verifier) find(f Finding) {
 	f.Session = v.id
 	v.r.Findings = append(v.r.Findings, f)
-}
-
-// log reads and checks the whole log.
-func (v *verifier) log(ctx context.Context, header *events.Header) error {
-	format := events.Format3
-	v.digest = events.SeedDigest(v.id)
-	if header != nil {
-		format, v.chained = header.Format, true
-		v.chain = events.SeedChain(v.id, header.Raw)
-	}
-	v.snap = snapshot.New(v.id, format, surface.KeepBodies)
-	return v.read(ctx, 0, math.MaxUint64)
 }
 
 // read checks what the log holds behind a stream sequence, up to another one or to where the
@@ -332,8 +455,7 @@ func (v *verifier) read(ctx context.Context, after, upTo uint64) error {
 		var bad *journal.MalformedError
 		switch {
 		case errors.As(err, &bad) && bad.StreamSeq <= upTo: // report it and read on behind it
-			v.find(Finding{Check: CheckMessage, StreamSeq: bad.StreamSeq, Detail: bad.Error()})
-			v.snap = nil
+			v.malformed(bad)
 			after = bad.StreamSeq
 			continue
 		case err != nil && err != stop && bad == nil:
@@ -341,9 +463,16 @@ func (v *verifier) read(ctx context.Context, after, upTo uint64) error {
 		}
 		break
 	}
-	v.r.LastSeq = v.next - 1
-	v.r.Digest, v.r.Chain = v.digest.String(), v.chain.String()
 	return nil
+}
+
+func (v *verifier) malformed(bad *journal.MalformedError) {
+	if errors.Is(bad, events.ErrErased) {
+		v.tombstone = bad
+		return
+	}
+	v.find(Finding{Check: CheckMessage, StreamSeq: bad.StreamSeq, Detail: bad.Error()})
+	v.snap = nil
 }
 
 // end is the stream sequence of the last message of the log, 0 when there is none.
@@ -376,6 +505,10 @@ func (v *verifier) parse(ctx context.Context, e *events.Event, line []byte, f ev
 
 // commit checks one commit and folds it. An error is trouble with JetStream.
 func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
+	if v.buried || v.tombstone != nil {
+		v.left++
+		return nil
+	}
 	if v.snap != nil && !v.chained && v.r.Commits == 0 { // no header says which format it is
 		v.snap = snapshot.New(v.id, c.Format, surface.KeepBodies)
 	}
@@ -388,9 +521,11 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		v.find(f)
 		v.next, v.snap = c.First, nil
 	}
+	v.commitHeaders(c)
 	good := true
 	for line := range c.Lines() {
 		v.r.Events++
+		before := v.digest
 		v.digest = v.digest.Next(line)
 		e := new(events.Event)
 		bad, err := v.parse(ctx, e, line, c.Format)
@@ -408,6 +543,9 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 			good = false
 		} else {
 			v.lifecycle(e)
+			if e.Type == typeEndSeed && e.Fields().Inherited {
+				v.inherited, v.seed = e.Seq-1, before
+			}
 		}
 		v.next++
 	}
@@ -435,6 +573,7 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 			v.chain = c.Chain
 		}
 	}
+	v.attest(c)
 	if v.snap == nil {
 		return nil
 	}
@@ -442,8 +581,12 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		v.snap = nil
 		return nil
 	}
-	if err := v.snap.Fold(c, v.a.log.Vocabulary(), func(*session.Plan) {}); err != nil {
-		v.broken(c, v.snap.Next, err)
+	bad, err := v.fold(ctx, c)
+	if err != nil {
+		return err
+	}
+	if bad != nil {
+		v.broken(c, v.snap.Next, bad)
 		v.snap = nil
 	}
 	return nil
@@ -561,6 +704,22 @@ func (v *verifier) compare(ctx context.Context, head []byte) (again bool, err er
 		found = append(found, Finding{Check: CheckHead, Seq: &last, Key: want.Head.Key, Detail: d})
 	}
 	kv := v.a.buckets.Snapshots.KV()
+	for _, key := range slices.Sorted(maps.Keys(v.pages)) {
+		if slices.Contains(want.Unreferenced, key) {
+			continue
+		}
+		got, err := kv.Get(ctx, key)
+		switch {
+		case errors.Is(err, jetstream.ErrKeyNotFound):
+			found = append(found, Finding{Check: CheckPage, Key: key, Detail: "the page is missing"})
+		case err != nil:
+			return false, err
+		default:
+			if want, is := v.pages[key], sum(got.Value()); is != want {
+				found = append(found, Finding{Check: CheckPage, Key: key, Expected: "SHA-256 " + hex.EncodeToString(want[:]), Found: hex.EncodeToString(is[:]), Detail: "the page differs from a fresh fold"})
+			}
+		}
+	}
 	for _, p := range want.Pages {
 		got, err := kv.Get(ctx, p.Key)
 		switch {
@@ -583,7 +742,7 @@ func (v *verifier) compare(ctx context.Context, head []byte) (again bool, err er
 			return true, nil
 		}
 	}
-	v.r.Pages += len(want.Pages)
+	v.r.Pages += len(want.Pages) + len(v.pages)
 	for _, f := range found {
 		v.find(f)
 	}

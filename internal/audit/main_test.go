@@ -35,6 +35,7 @@ type world struct {
 	headers *journal.Headers
 	buckets *projection.Buckets
 	worker  *projection.Worker
+	keyFile string // of its attester
 
 	*appender.Appender
 	*audit.Auditor
@@ -105,6 +106,13 @@ func (w *world) append(session string, raws ...string) {
 // settle waits until a session's head is at the end of its log, and stops the worker.
 func (w *world) settle(session string) {
 	w.t.Helper()
+	w.projected(session)
+	w.stop()
+}
+
+// projected waits until a session's head is at the end of its log.
+func (w *world) projected(session string) {
+	w.t.Helper()
 	ctx := journaltest.Context(w.t)
 	last, err := w.log.LeaderLast(ctx, session)
 	if err != nil {
@@ -114,6 +122,18 @@ func (w *world) settle(session string) {
 		h, _, err := w.buckets.Snapshots.Head(ctx, session)
 		return err == nil && h != nil && h.Seq >= last.Last
 	})
+}
+
+// project has a new worker project some sessions to the end of their logs, and stops it.
+func (w *world) project(t testing.TB, sessions ...string) {
+	t.Helper()
+	w.worker = projection.NewWorker(w.log, w.buckets, projection.NewHeads(), projection.Config{Unleased: true, FlushAfter: 5 * time.Millisecond})
+	if err := w.worker.Start(journaltest.Context(t)); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range sessions {
+		w.projected(id)
+	}
 	w.stop()
 }
 
@@ -184,6 +204,9 @@ func (w *world) rewrite(change func([]*jetstream.RawStreamMsg)) {
 		w.t.Fatal(err)
 	}
 	for _, m := range msgs {
+		if m.Subject == "" { // taken out
+			continue
+		}
 		if _, err := w.js.PublishMsg(ctx, &nats.Msg{Subject: m.Subject, Header: ceHeaders(m.Header), Data: m.Data}); err != nil {
 			w.t.Fatal(err)
 		}

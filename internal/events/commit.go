@@ -63,6 +63,10 @@ type Commit struct {
 
 	// StreamSeq is the stream sequence of a stored commit; 0 before it is stored.
 	StreamSeq uint64
+
+	// Stray are headers of a stored commit that say something else than the commit: those that no
+	// reader needs, and spans of idempotency keys that lie outside of it. nil: none.
+	Stray []Difference
 }
 
 // Lines yields the commit's canonical lines, without their line ends. They are parts of Body.
@@ -149,7 +153,8 @@ func (c *Commit) sequence() string {
 }
 
 // ParseCommit reads a stored message back. It checks the headers, not the events; an
-// *Error of code log-corrupt says which header is not what an appender writes.
+// *Error of code log-corrupt says which header is not what an appender writes. A tombstone is
+// an *Error of code session-erased.
 func ParseCommit(h nats.Header, body []byte, streamSeq uint64) (*Commit, error) {
 	c := &Commit{Body: body, StreamSeq: streamSeq}
 	bad := func(name, format string, args ...any) error {
@@ -164,6 +169,9 @@ func ParseCommit(h nats.Header, body []byte, streamSeq uint64) (*Commit, error) 
 	c.Session = get("subject")
 	if err := CheckSessionID(c.Session); err != nil {
 		return nil, bad("subject", "%v", err)
+	}
+	if IsTombstone(h) {
+		return nil, Erased(c.Session)
 	}
 	if t := get("type"); t != CommitType {
 		return nil, bad("type", "expected %s, found %q", CommitType, t)
@@ -210,7 +218,43 @@ func ParseCommit(h nats.Header, body []byte, streamSeq uint64) (*Commit, error) 
 	if v := h[traceParentHeader]; len(v) > 0 {
 		c.Trace = v[0]
 	}
+	c.findStray(h)
 	return c, nil
+}
+
+// Difference is a header of a commit that is not what its writer gave it.
+type Difference struct{ Name, Expected, Found string }
+
+// findStray compares the headers that ParseCommit does not need with the commit.
+func (c *Commit) findStray(h nats.Header) {
+	first := func(name string) string {
+		if v := h[name]; len(v) > 0 {
+			return v[0]
+		}
+		return ""
+	}
+	note := func(name, expected, found string) {
+		c.Stray = append(c.Stray, Difference{name, expected, found})
+	}
+	if v := first("ce-specversion"); v != ceVersion {
+		note("ce-specversion", ceVersion, v)
+	}
+	const before = "/sessions/"
+	if v := first("ce-source"); len(v) < len(before) || v[:len(before)] != before || v[len(before):] != Token(c.Session) {
+		note("ce-source", before+Token(c.Session), v)
+	}
+	if v := first("ce-datacontenttype"); v != CommitContentType {
+		note("ce-datacontenttype", CommitContentType, v)
+	}
+	if v := first("ce-sequence"); v != c.sequence() {
+		note("ce-sequence", c.sequence(), v)
+	}
+	for _, a := range c.Appends {
+		if a.First < c.First || a.Last < a.First || a.Last > c.Last {
+			note("ce-appends", fmt.Sprintf("spans from seq %d to %d", c.First, c.Last), fmt.Sprintf("one from %d to %d", a.First, a.Last))
+			break
+		}
+	}
 }
 
 // CommitID returns the id in a message's headers without reading the rest.

@@ -21,6 +21,7 @@ const (
 	CodeSessionNotFound Code = "session-not-found"
 	CodeSessionExists   Code = "session-exists"
 	CodeSessionPending  Code = "session-pending"
+	CodeErased          Code = "session-erased"
 	CodeFenced          Code = "fenced" // the caller is not the session's writer (any more); Error.Epoch is the current one
 	CodeKeyReused       Code = "key-reused"
 	CodeOpenTurn        Code = "open-turn"
@@ -121,6 +122,7 @@ func (e *Error) Is(target error) bool {
 var (
 	ErrSeqConflict     = &Error{Code: CodeSeqConflict}
 	ErrSessionNotFound = &Error{Code: CodeSessionNotFound}
+	ErrErased          = &Error{Code: CodeErased}
 	ErrTooLarge        = &Error{Code: CodeTooLarge}
 	ErrFenced          = &Error{Code: CodeFenced}
 	ErrKeyReused       = &Error{Code: CodeKeyReused}

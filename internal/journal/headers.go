@@ -74,6 +74,9 @@ func (h *Headers) Get(ctx context.Context, session string) (*events.Header, erro
 	if bytes.HasPrefix(raw, []byte(reserved)) {
 		return nil, &events.Error{Code: events.CodeSessionNotFound, Session: session, Cause: ErrReserved, Detail: "the session is not complete: a fork is making it"}
 	}
+	if events.IsHeaderTombstone(raw) {
+		return nil, events.Erased(session)
+	}
 	hd, err := events.ParseHeader(raw, session, 0)
 	if err != nil {
 		return nil, &events.Error{Code: events.CodeCorrupt, Session: session, Cause: err, Detail: "the stored header is damaged: " + err.Error()}
@@ -204,6 +207,17 @@ func childKey(hd *events.Header) string {
 // Children returns the ids of the sessions that name parent as theirs, unordered.
 func (h *Headers) Children(ctx context.Context, parent string) ([]string, error) {
 	return h.list(ctx, "children."+events.Token(parent)+".*")
+}
+
+// IsChild reports whether the index of children has a session under a parent, as the bucket's
+// leader says.
+func (h *Headers) IsChild(ctx context.Context, parent, child string) (bool, error) {
+	key := "children." + events.Token(parent) + "." + events.Token(child)
+	m, err := h.j.leaderMessage(ctx, "KV_"+HeadersBucket, map[string]any{"last_by_subj": "$KV." + HeadersBucket + "." + key})
+	if errors.Is(err, jetstream.ErrMsgNotFound) {
+		return false, nil
+	}
+	return err == nil && m.Header.Get("KV-Operation") == "", err // a marker says that it was removed
 }
 
 // List returns the ids of all sessions, unordered.

@@ -26,6 +26,15 @@ func (j *Journal) leaderNext(ctx context.Context, session string, from uint64) (
 	return j.leaderGet(ctx, map[string]any{"seq": from, "next_by_subj": j.Subject(session)})
 }
 
+// Stored returns the session's commit at a stream sequence; nil when there is none.
+func (j *Journal) Stored(ctx context.Context, session string, streamSeq uint64) (*events.Commit, error) {
+	c, err := j.leaderNext(ctx, session, streamSeq)
+	if errors.Is(err, jetstream.ErrMsgNotFound) || err == nil && c.StreamSeq != streamSeq {
+		return nil, nil
+	}
+	return c, err
+}
+
 // LeaderLast returns the session's last commit, read from the stream's leader; nil when the
 // session has none.
 func (j *Journal) LeaderLast(ctx context.Context, session string) (*events.Commit, error) {

@@ -336,7 +336,7 @@ func (f *Fleet) note(r *fleetRow) {
 func (f *Fleet) takeHeader(id string, m *jetstream.RawStreamMsg, gone bool) {
 	r := f.row(id)
 	h, err := events.ParseHeader(m.Data, id, 0)
-	if gone || err != nil {
+	if gone || err != nil || events.IsHeaderTombstone(m.Data) {
 		r.header = false
 		return
 	}

@@ -184,8 +184,8 @@ func (s *share) announce(ctx context.Context, rev uint64) error {
 
 // generation is the one that all partitions held here write; while some still write an earlier one,
 // it is that.
-func (s *share) generation(ctx context.Context) int {
-	n := s.w.buckets.Pin(ctx).generation().N
+func (s *share) generation() int {
+	n := s.w.buckets.generation().N
 	for _, r := range s.held() {
 		if g := r.p.b.generation().N; g != n {
 			return g
@@ -260,9 +260,9 @@ func (s *share) turn(ctx context.Context) {
 		return
 	}
 	s.last.Store(v)
-	s.writes.Store(int64(s.generation(ctx)))
+	s.writes.Store(int64(s.generation()))
 	s.beMember(ctx, v, due)
-	g := s.w.buckets.Pin(ctx).generation()
+	g := s.w.buckets.generation()
 	mine := s.mine(v, g)
 	s.handOver(mine)
 	s.follow(g)
@@ -562,7 +562,7 @@ func (s *share) acquire(ctx context.Context, mine map[int]bool, v *roll) {
 	slices.Sort(got)
 	s.w.cfg.Logger.Info("projection: partitions taken", "worker", s.w.cfg.ID, "partitions", got)
 	// Behind the leases, so that what an earlier holder put aside is known.
-	b := s.w.buckets.Pin(ctx)
+	b := s.w.buckets.known()
 	prepare := s.w.prepareOnce(b, s.stream)
 	for _, n := range got {
 		s.w.start(ctx, b, n, free[n], s.stream, prepare, s.wakeUp)
@@ -601,6 +601,10 @@ func (s *share) report(ctx context.Context) {
 	ticker := time.NewTicker(s.tick())
 	defer ticker.Stop()
 	for {
+		before := s.w.buckets.generation().N
+		if s.w.buckets.Pin(ctx).generation().N != before { // it may wait for an answer, which a turn must not
+			s.wakeUp()
+		}
 		ps := s.w.Status(ctx)
 		if ctx.Err() != nil {
 			return

@@ -106,6 +106,9 @@ func parseQuarantine(session string, b []byte) (*Quarantine, error) {
 // quarantine puts a session aside because of a message that cannot be folded, after what is
 // good of it was brought into its head. An error is trouble with JetStream.
 func (p *partition) quarantine(ctx context.Context, session string, streamSeq uint64, cause error) error {
+	if gone, err := p.erased(ctx, session, cause); gone || err != nil {
+		return err
+	}
 	if _, err := p.advance(ctx, session, streamSeq); temporary(err) {
 		return err
 	} else if err != nil {

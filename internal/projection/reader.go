@@ -84,6 +84,9 @@ func (r *Reader) View(ctx context.Context, session string, want Want) (*View, er
 	}
 	if snap == nil && !want.Fresh {
 		last, err := r.log.LeaderLast(ctx, session)
+		if errors.Is(err, events.ErrErased) { // since the header was read
+			return nil, events.Erased(session)
+		}
 		if err != nil && !isMalformed(err) {
 			return nil, err
 		}

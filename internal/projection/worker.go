@@ -156,6 +156,9 @@ func OpenBuckets(ctx context.Context, js jetstream.JetStream, replicas int) (*Bu
 // Pin returns the buckets with the generation of snapshots that serves now.
 func (b *Buckets) Pin(ctx context.Context) *Buckets { return b.of(b.Snapshots.Pin(ctx)) }
 
+// known is Pin for who must not wait: it asks nobody.
+func (b *Buckets) known() *Buckets { return b.of(b.Snapshots.Known()) }
+
 // of returns the buckets of one generation of snapshots.
 func (b *Buckets) of(s *snapshot.Store) *Buckets {
 	return &Buckets{Snapshots: s, Checkpoints: b.Checkpoints, Quarantine: b.Quarantine, Workers: b.Workers}

@@ -79,6 +79,30 @@ func (g Generation) Foldable() error {
 		"bucket %s was built by version %d of the fold, and this program has version %d; build another with `projector rebuild`, or run the program that built it", g.Bucket, g.Fold, session.FoldVersion)}
 }
 
+// All returns the generations that there are: whoever takes something of a session away must take it
+// away from each.
+func All(ctx context.Context, js jetstream.JetStream) ([]Generation, error) {
+	kv, err := js.KeyValue(ctx, GenerationsBucket)
+	if errors.Is(err, jetstream.ErrBucketNotFound) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, unavailable(err)
+	}
+	r := &register{js: js, kv: kv}
+	g, err := r.read(ctx)
+	if err != nil {
+		return nil, err
+	}
+	out := []Generation{g.Current}
+	for _, more := range []*Generation{g.Previous, g.Building} {
+		if more != nil {
+			out = append(out, *more)
+		}
+	}
+	return out, nil
+}
+
 // register is the bucket of generations.
 type register struct {
 	js       jetstream.JetStream
@@ -252,6 +276,14 @@ func (s *Store) Pin(ctx context.Context) *Store {
 		return s
 	}
 	return s.follower.current(ctx)
+}
+
+// Known is Pin for who must not wait: it asks nobody.
+func (s *Store) Known() *Store {
+	if s.follower == nil {
+		return s
+	}
+	return s.follower.now.Load()
 }
 
 // Generation says which generation a store is that Pin returned, and which one serves as far as is

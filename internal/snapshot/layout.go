@@ -191,41 +191,63 @@ func (s *Snapshot) Flush() (*Flush, error) {
 	return f, nil
 }
 
+// Shed returns the pages that were sealed since they were last written or shed, and the keys
+// of those that no entry refers to since, and lets go of the bodies that they hold. It is
+// Flush without a head, for whoever keeps the pages' hashes and not the bucket.
+func (s *Snapshot) Shed() (pages []KV, unreferenced []string, err error) {
+	if pages, err = s.unwrittenPages(); err != nil {
+		return nil, nil, err
+	}
+	s.letGo()
+	unreferenced, s.dropped = s.dropped, nil
+	return pages, unreferenced, nil
+}
+
 // Expect returns what the bucket must hold for the present state, for a snapshot that was
 // folded from the log's start and never flushed. It changes nothing.
 func (s *Snapshot) Expect() (*Flush, error) { return s.values() }
 
 func (s *Snapshot) values() (*Flush, error) {
 	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped}
-	token := events.Token(s.ID)
-	if s.unwritten > 0 {
-		pos := 0
-		for g := 0; g <= len(s.groups); g++ {
-			pages := s.pagesOf(g)
-			start := pos
-			for i := range pages {
-				p := &pages[i]
-				if !p.written {
-					v, err := s.appendNodes([]byte(`{"v":1,"nodes":`), pos, p.count)
-					if err != nil {
-						return nil, err
-					}
-					f.Pages = append(f.Pages, KV{PageKey(token, p.n), append(v, '}')})
-				}
-				pos += p.count
-			}
-			if g < len(s.groups) && !s.groups[g].written {
-				v := s.appendEntries([]byte(`{"v":1,"pages":`), start, pages)
-				f.Pages = append(f.Pages, KV{IndexKey(token, s.groups[g].n), append(v, '}')})
-			}
-		}
+	var err error
+	if f.Pages, err = s.unwrittenPages(); err != nil {
+		return nil, err
 	}
 	head, err := s.appendHead(nil)
 	if err != nil {
 		return nil, err
 	}
-	f.Head = KV{token, head}
+	f.Head = KV{events.Token(s.ID), head}
 	return f, nil
+}
+
+// unwrittenPages are the sealed pages and index pages that the bucket does not have.
+func (s *Snapshot) unwrittenPages() (out []KV, err error) {
+	if s.unwritten == 0 {
+		return nil, nil
+	}
+	token := events.Token(s.ID)
+	pos := 0
+	for g := 0; g <= len(s.groups); g++ {
+		pages := s.pagesOf(g)
+		start := pos
+		for i := range pages {
+			p := &pages[i]
+			if !p.written {
+				v, err := s.appendNodes([]byte(`{"v":1,"nodes":`), pos, p.count)
+				if err != nil {
+					return nil, err
+				}
+				out = append(out, KV{PageKey(token, p.n), append(v, '}')})
+			}
+			pos += p.count
+		}
+		if g < len(s.groups) && !s.groups[g].written {
+			v := s.appendEntries([]byte(`{"v":1,"pages":`), start, pages)
+			out = append(out, KV{IndexKey(token, s.groups[g].n), append(v, '}')})
+		}
+	}
+	return out, nil
 }
 
 // letGo marks all pages as written and drops the bodies that the bucket has now.

@@ -46,6 +46,7 @@ type Appender struct {
 	NATSListen string // Defaults to 127.0.0.1:0
 	Invariants string // Defaults to the program's own default
 	Replicas   int    // Defaults to the program's own default
+	More       []string
 }
 
 // Start runs the appender until the test ends and waits until it is ready.
@@ -67,6 +68,7 @@ func (a Appender) Start(t testing.TB) *Process {
 	if a.Invariants != "" {
 		args = append(args, "--invariants", a.Invariants)
 	}
+	args = append(args, a.More...)
 	return start(t, "appender", args...)
 }
 

@@ -1,0 +1,154 @@
+package audit_test
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/klauspost/compress/s2"
+
+	"palimpsest/internal/appender"
+	"palimpsest/internal/audit"
+	"palimpsest/internal/erasure"
+	"palimpsest/internal/events"
+	"palimpsest/internal/journal/journaltest"
+)
+
+// inFiles counts in which files of the store a text is, as it is or in compressed blocks.
+func inFiles(t *testing.T, dir, text string) (files []string) {
+	t.Helper()
+	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		b, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		if bytes.Contains(b, []byte(text)) || bytes.Contains(plain(b), []byte(text)) {
+			files = append(files, strings.TrimPrefix(path, dir))
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return files
+}
+
+// plain decodes a compressed block: "cmp", the algorithm, the length of the content as a varint,
+// the content in S2, a checksum.
+func plain(b []byte) []byte {
+	if !bytes.HasPrefix(b, []byte("cmp")) || len(b) < 5 {
+		return nil
+	}
+	_, n := binary.Uvarint(b[4:])
+	out, _ := io.ReadAll(s2.NewReader(bytes.NewReader(b[4+max(n, 0):]))) // ends at the checksum, with an error
+	return out
+}
+
+// A session that was compacted, forked, exported and attested is erased: its text is in no file of
+// the store, late appends and a re-creation are refused, verify is content and tells of it.
+func TestErasedSessionIsInNoFile(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	const marker = "MARKER-7c1e93"
+	if _, _, err := w.Create(ctx, "victim", []byte(`{"version":3,"cwd":"/home/`+marker+`"}`)); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 40 {
+		w.append("victim", user(marker+strings.Repeat("x", i*200)), user("more "+marker))
+		w.append("bystander", user("innocent "+strings.Repeat("y", i*100)))
+	}
+	w.append("victim", replace([]events.Seq{2, 3, 4, 5, 6, 7}, "summary of "+marker))
+	if _, err := w.Fork(ctx, appender.ForkRequest{Parent: "victim", ID: "child"}); err != nil {
+		t.Fatal(err)
+	}
+	w.append("child", user("the child's own"))
+	at := w.attester(t)
+	w.round(t, at, 3)
+	w.archive(t, "victim")
+	w.projected("victim")
+	w.projected("child")
+	w.projected("bystander")
+	dir := filepath.Dir(filepath.Dir(w.srv.StreamDir("SESSIONS"))) // of the account
+	if got := inFiles(t, dir, marker); len(got) < 3 {
+		t.Fatalf("before: the marker is in %v", got)
+	}
+	e, err := erasure.New(ctx, w.log, w.headers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range []erasure.Request{{Session: "victim", By: "ann"}, {Session: "victim", Reason: "asked for"}} {
+		if _, err := e.Erase(ctx, r); !errors.Is(err, &events.Error{Code: events.CodeBadRequest}) {
+			t.Errorf("without reason or name: %v", err)
+		}
+	}
+	if _, err := e.Erase(ctx, erasure.Request{Session: "nowhere", Reason: "r", By: "ann"}); !errors.Is(err, events.ErrSessionNotFound) {
+		t.Errorf("a session that is not there: %v", err)
+	}
+	before := w.dumb("victim")
+	r, err := e.Erase(ctx, erasure.Request{Session: "victim", Reason: "asked for", By: "ann"})
+	if err != nil || len(r.Children) != 1 || r.Children[0] != "child" || r.Messages != 41 || r.LastSeq != events.Seq(len(before.lines)-1) || r.Keys < 2 {
+		t.Fatalf("%v, %+v", err, r)
+	}
+	// The appender still has the session in memory.
+	if _, err := w.Append(ctx, appender.Request{Session: "victim", Events: [][]byte{[]byte(user("late"))}}); !errors.Is(err, events.ErrErased) {
+		t.Errorf("a late append: %v", err)
+	}
+	if _, _, err := w.Create(ctx, "victim", nil); !errors.Is(err, events.ErrErased) {
+		t.Errorf("a re-creation: %v", err)
+	}
+	if _, err := w.Fork(ctx, appender.ForkRequest{Parent: "victim", ID: "late"}); !errors.Is(err, events.ErrErased) {
+		t.Errorf("a late fork: %v", err)
+	}
+	if _, err := w.Explain(ctx, "victim", 0, 0); !errors.Is(err, events.ErrErased) {
+		t.Errorf("an explanation: %v", err)
+	}
+	o := audit.Options{Wait: 20 * time.Second, Trusted: []string{at.PublicKey()}}
+	check := func(when string, erased int) {
+		t.Helper()
+		rep := w.all(o)
+		if !rep.OK() || len(rep.Erased) != erased || rep.Erased[len(rep.Erased)-1].Session != "victim" || rep.Erased[len(rep.Erased)-1].Reason != "asked for" || rep.Erased[len(rep.Erased)-1].Digest != r.Digest {
+			t.Errorf("%s: erased %v, findings %v", when, rep.Erased, rep.Findings)
+		}
+	}
+	check("after the erasure", 1)
+	if f, err := w.Fleet(ctx); err != nil || len(f.Sessions) != 2 {
+		t.Errorf("usage: %v, %+v", err, f)
+	}
+	again, err := e.Erase(ctx, erasure.Request{Session: "victim", Reason: "once more", By: "bob", WithForks: true})
+	if err != nil || again.Reason != "asked for" || again.Messages != 0 || len(again.Forks) != 1 || again.Forks[0].Reason != "once more" {
+		t.Errorf("erased again, with its fork: %v, %+v", err, again)
+	}
+	check("with the fork", 2)
+	if got := inFiles(t, filepath.Join(dir, "streams", "SESSIONS"), marker); len(got) > 0 {
+		t.Errorf("the log's files still hold it: %v", got)
+	}
+	t.Logf("before finishing the marker is in %v", inFiles(t, dir, marker))
+	if _, err := e.Finish(ctx); err != nil {
+		t.Fatal(err)
+	}
+	check("after finishing", 2)
+	w.append("bystander", user("life goes on"))
+	w.projected("bystander")
+	check("after more appends", 2)
+	w.stop()
+	w.srv.Down() // what is in memory alone is written
+	if got := inFiles(t, dir, marker); len(got) > 0 {
+		t.Errorf("after finishing the marker is in %v", got)
+	}
+	if got := inFiles(t, dir, "innocent"); len(got) == 0 {
+		t.Error("nothing is left of the others, or it was not looked for well")
+	}
+	w.srv.Up()
+	check("after a restart", 2)
+}

@@ -1,0 +1,396 @@
+// Package erasure owns taking a session away for good: its messages are overwritten in the
+// store's files, and a tombstone stands in their place. It knows which streams and buckets hold
+// something of a session, not who asks.
+package erasure
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	"github.com/nats-io/nuid"
+
+	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
+	"palimpsest/internal/snapshot"
+)
+
+// Stream holds one record of every erasure, on erasures.<token>. Nothing is deleted from it.
+const Stream = "ERASURES"
+
+const prefix = "erasures."
+
+// buckets are the KV buckets that hold something of a session.
+func buckets(all []snapshot.Generation) []string {
+	out := []string{journal.HeadersBucket, quarantineBucket}
+	for _, g := range all {
+		out = append(out, g.Bucket)
+	}
+	return out
+}
+
+const quarantineBucket = "QUARANTINE"
+
+// Eraser erases sessions.
+type Eraser struct {
+	log     *journal.Journal
+	headers *journal.Headers
+	js      jetstream.JetStream
+	now     func() time.Time
+}
+
+// New opens the stream of records.
+func New(ctx context.Context, j *journal.Journal, h *journal.Headers) (*Eraser, error) {
+	_, err := j.OpenStream(ctx, jetstream.StreamConfig{
+		Name: Stream, Description: "Palimpsest: records of erased sessions, see docs/audit.md", Subjects: []string{prefix + "*"},
+		DenyDelete: true, DenyPurge: true,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &Eraser{j, h, j.JetStream(), time.Now}, nil
+}
+
+// Request asks for a session to be erased.
+type Request struct {
+	Session string
+	Reason  string // not empty; it is kept
+	By      string // who asks, not empty; it is kept
+	// WithForks erases the sessions that were forked from it, too, and those forked from them.
+	WithForks bool
+}
+
+// Receipt says what was erased, and what is left to do.
+type Receipt struct {
+	*events.Tombstone
+	StreamSeq uint64 `json:"streamSeq"` // of the tombstone in the log
+
+	Messages int `json:"messages"` // of the log, overwritten in the store's files now
+	Keys     int `json:"keys"`     // of header, snapshot and quarantine, removed now
+	// Clean are the streams in whose files no byte of the session is left now; Unfinished those
+	// in whose files what was removed may still lie, until erase --finish.
+	Clean      []string `json:"clean"`
+	Unfinished []string `json:"unfinished"`
+	// Children are the sessions that were made from it. What they copied is theirs.
+	Children []string   `json:"children"`
+	Forks    []*Receipt `json:"forks,omitempty"` // those of them that were erased with it
+}
+
+// Erase erases a session. It can be repeated: what an erasure that was cut off has left is
+// done then, and the receipt has the reason of the first one. session-not-found says that there
+// is no such session.
+func (e *Eraser) Erase(ctx context.Context, r Request) (*Receipt, error) {
+	if err := events.CheckSessionID(r.Session); err != nil {
+		return nil, err
+	}
+	for name, v := range map[string]string{"reason": r.Reason, "by": r.By} {
+		if strings.TrimSpace(v) == "" || len(v) > 1000 {
+			return nil, &events.Error{Code: events.CodeBadRequest, Session: r.Session, Detail: name + ": expected a text of 1 to 1000 bytes, which is kept on record"}
+		}
+	}
+	children, err := e.headers.Children(ctx, r.Session)
+	if err != nil {
+		return nil, err
+	}
+	slices.Sort(children)
+	out := &Receipt{Clean: []string{e.log.Config().Stream}, Children: children}
+	if out.Children == nil {
+		out.Children = []string{}
+	}
+	generations, err := snapshot.All(ctx, e.js)
+	if err != nil {
+		return nil, err
+	}
+	for _, b := range buckets(generations) {
+		out.Unfinished = append(out.Unfinished, "KV_"+b)
+	}
+	// From here on appends are refused: the tombstone follows what they take for the end.
+	if out.Tombstone, out.StreamSeq, err = e.bury(ctx, r); err != nil {
+		return nil, err
+	}
+	if err := e.record(ctx, out); err != nil {
+		return nil, err
+	}
+	n, err := e.header(ctx, r.Session)
+	if err != nil {
+		return nil, err
+	}
+	out.Keys += n
+	if out.Messages, err = e.wipe(ctx, e.log.Config().Stream, e.log.Subject(r.Session), out.StreamSeq); err != nil {
+		return nil, err
+	}
+	token := events.Token(r.Session)
+	var subjects []string
+	for _, g := range generations {
+		subjects = append(subjects, "$KV."+g.Bucket+"."+token, "$KV."+g.Bucket+"."+token+".*", "$KV."+quarantineBucket+"."+g.Key(token))
+	}
+	for _, subject := range subjects {
+		n, err := e.purge(ctx, subject)
+		if err != nil {
+			return nil, err
+		}
+		out.Keys += n
+	}
+	if !r.WithForks {
+		return out, nil
+	}
+	for _, child := range children {
+		f, err := e.Erase(ctx, Request{child, r.Reason, r.By, true})
+		if err != nil {
+			return out, fmt.Errorf("fork %s: %w; the session itself is erased", child, err)
+		}
+		out.Forks = append(out.Forks, f)
+	}
+	return out, nil
+}
+
+// bury puts a tombstone behind a session's log, or finds the one that is there.
+func (e *Eraser) bury(ctx context.Context, r Request) (*events.Tombstone, uint64, error) {
+	const tries = 100 // others may append meanwhile
+	for range tries {
+		t := &events.Tombstone{V: 1, ID: nuid.Next(), Session: r.Session, By: r.By, Reason: r.Reason, Time: events.FormatTime(e.now()), LastSeq: events.NoSeq}
+		last, err := e.log.LeaderLast(ctx, r.Session)
+		var bad *journal.MalformedError
+		var after uint64
+		switch {
+		case errors.Is(err, events.ErrErased) && errors.As(err, &bad):
+			t, err := events.ParseTombstone(bad.Body)
+			return t, bad.StreamSeq, err
+		case errors.As(err, &bad): // what is damaged can be erased, too
+			after = bad.StreamSeq
+		case err != nil:
+			return nil, 0, err
+		case last == nil:
+			h, err := e.headers.Get(ctx, r.Session)
+			if err != nil && !errors.Is(err, &events.Error{Code: events.CodeCorrupt}) {
+				return nil, 0, err
+			}
+			t.Digest = events.SeedDigest(r.Session).String()
+			if h != nil {
+				t.Chain = events.SeedChain(r.Session, h.Raw).String()
+			}
+		default:
+			after, t.LastSeq, t.Digest, t.Chain = last.StreamSeq, last.Last, last.Digest.String(), last.Chain.String()
+		}
+		m, err := t.Message()
+		if err != nil {
+			return nil, 0, err
+		}
+		m.Subject = e.log.Subject(r.Session)
+		ack, err := e.js.PublishMsg(ctx, m, jetstream.WithExpectLastSequencePerSubject(after), jetstream.WithMsgID(t.ID))
+		if err == nil {
+			return t, ack.Sequence, nil
+		}
+		var api *jetstream.APIError
+		if !errors.As(err, &api) || api.ErrorCode != jetstream.JSErrCodeStreamWrongLastSequence && api.ErrorCode != 10164 {
+			return nil, 0, unavailable(err)
+		}
+	}
+	return nil, 0, &events.Error{Code: events.CodeOverloaded, Session: r.Session, Detail: "others appended to the session each time; stop its writer and try again"}
+}
+
+func unavailable(err error) error {
+	return &events.Error{Code: events.CodeUnavailable, Cause: err, Detail: fmt.Sprintf("JetStream did not do it: %v; erase again to go on", err)}
+}
+
+// record keeps who erased what, when and why.
+func (e *Eraser) record(ctx context.Context, r *Receipt) error {
+	last, err := e.log.LastOn(ctx, Stream, Subject(r.Session))
+	if err != nil || last != nil {
+		return err
+	}
+	b, err := events.Marshal(r.Tombstone)
+	if err != nil {
+		return err
+	}
+	if _, err := e.js.Publish(ctx, Subject(r.Session), b, jetstream.WithMsgID(r.ID)); err != nil {
+		return unavailable(err)
+	}
+	return nil
+}
+
+// header takes a session's header away and puts a tombstone in its place, so that the session is
+// known to be gone and not taken for one that never was.
+func (e *Eraser) header(ctx context.Context, session string) (int, error) {
+	h, err := e.headers.Get(ctx, session)
+	if errors.Is(err, events.ErrErased) {
+		return 0, nil
+	}
+	token := events.Token(session)
+	kv, kerr := e.js.KeyValue(ctx, journal.HeadersBucket)
+	if kerr != nil {
+		return 0, unavailable(kerr)
+	}
+	if h != nil && h.ParentSession != "" {
+		if _, err := e.purge(ctx, "$KV."+journal.HeadersBucket+".children."+events.Token(h.ParentSession)+"."+token); err != nil {
+			return 0, err
+		}
+	}
+	n, err := e.purge(ctx, "$KV."+journal.HeadersBucket+"."+token)
+	if err != nil {
+		return 0, err
+	}
+	if _, err := kv.Put(ctx, token, events.HeaderTombstone()); err != nil {
+		return 0, unavailable(err)
+	}
+	return n, nil
+}
+
+// wipe overwrites the messages of a subject before a stream sequence in the store's files.
+func (e *Eraser) wipe(ctx context.Context, stream, subject string, before uint64) (int, error) {
+	s, err := e.js.Stream(ctx, stream)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, unavailable(err)
+	}
+	var seqs []uint64
+	err = e.log.Each(ctx, stream, subject, func(m jetstream.Msg) error {
+		meta, err := m.Metadata()
+		if err == nil && meta.Sequence.Stream < before {
+			seqs = append(seqs, meta.Sequence.Stream)
+		}
+		return err
+	})
+	if err != nil {
+		return 0, err
+	}
+	for _, seq := range seqs {
+		if err := s.SecureDeleteMsg(ctx, seq); err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) && !errors.Is(err, jetstream.ErrMsgDeleteUnsuccessful) {
+			return 0, unavailable(err)
+		}
+	}
+	return len(seqs), nil
+}
+
+// purge removes what a bucket's stream holds on a subject. A bucket lets nobody delete a single
+// message, so the bytes stay in its files until Finish.
+func (e *Eraser) purge(ctx context.Context, subject string) (int, error) {
+	stream := "KV_" + strings.Split(subject, ".")[1]
+	s, err := e.js.Stream(ctx, stream)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, unavailable(err)
+	}
+	info, err := s.Info(ctx, jetstream.WithSubjectFilter(subject))
+	if err != nil {
+		return 0, unavailable(err)
+	}
+	if len(info.State.Subjects) == 0 {
+		return 0, nil
+	}
+	if err := s.Purge(ctx, jetstream.WithPurgeSubject(subject)); err != nil {
+		return 0, unavailable(err)
+	}
+	return len(info.State.Subjects), nil
+}
+
+// fillerKey is a key that no session's token is.
+const fillerKey = "palimpsest.finish.filler"
+
+// fillerBytes is more than the largest block in which a server keeps the messages of a bucket.
+const fillerBytes = 24 << 20
+
+// Finish moves what the buckets hold into new files, so that the old ones, in which older
+// versions of keys lie, are removed by the server. Readers and projectors go on meanwhile. It
+// returns how many keys were moved.
+func (e *Eraser) Finish(ctx context.Context) (moved int, err error) {
+	generations, err := snapshot.All(ctx, e.js)
+	if err != nil {
+		return 0, err
+	}
+	for _, bucket := range buckets(generations) {
+		n, err := e.move(ctx, bucket)
+		moved += n
+		if err != nil {
+			return moved, fmt.Errorf("bucket %s: %w", bucket, err)
+		}
+	}
+	return moved, nil
+}
+
+func (e *Eraser) move(ctx context.Context, bucket string) (moved int, err error) {
+	kv, err := e.js.KeyValue(ctx, bucket)
+	if errors.Is(err, jetstream.ErrBucketNotFound) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, unavailable(err)
+	}
+	s, err := e.js.Stream(ctx, "KV_"+bucket)
+	if err != nil {
+		return 0, unavailable(err)
+	}
+	old := s.CachedInfo().State.LastSeq
+	if old == 0 {
+		return 0, nil
+	}
+	// What is written from here on is in other files than what was: the file that is open now
+	// is filled up first, with what does not compress.
+	if err := e.fill(ctx, bucket); err != nil {
+		return 0, err
+	}
+	if err := kv.PurgeDeletes(ctx, jetstream.DeleteMarkersOlderThan(-1)); err != nil {
+		return 0, unavailable(err)
+	}
+	l, err := kv.ListKeys(ctx)
+	if err != nil {
+		return 0, unavailable(err)
+	}
+	for key := range l.Keys() {
+		entry, err := kv.Get(ctx, key)
+		if errors.Is(err, jetstream.ErrKeyNotFound) || err == nil && (entry.Revision() > old || key == fillerKey) {
+			continue // gone, or moved by its writer
+		}
+		if err != nil {
+			return moved, unavailable(err)
+		}
+		_, err = kv.Update(ctx, key, entry.Value(), entry.Revision())
+		var api *jetstream.APIError
+		if errors.As(err, &api) && (api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence || api.ErrorCode == 10164) {
+			continue // its writer was faster, and its newest version is new
+		}
+		if err != nil {
+			return moved, unavailable(err)
+		}
+		moved++
+	}
+	if err := s.Purge(ctx, jetstream.WithPurgeSubject("$KV."+bucket+"."+fillerKey)); err != nil {
+		return moved, unavailable(err)
+	}
+	info, err := s.Info(ctx)
+	if err != nil {
+		return moved, unavailable(err)
+	}
+	if first := info.State.FirstSeq; first <= old {
+		return moved, &events.Error{Code: events.CodeUnavailable, Detail: fmt.Sprintf("something is left of before: stream sequence %d of at most %d; finish again", first, old)}
+	}
+	return moved, nil
+}
+
+// fill writes and removes filler until the file that was open is full.
+func (e *Eraser) fill(ctx context.Context, bucket string) error {
+	piece := make([]byte, 512<<10)
+	subject := "$KV." + bucket + "." + fillerKey
+	for n := 0; n < fillerBytes; n += len(piece) {
+		if _, err := rand.Read(piece); err != nil {
+			return err
+		}
+		if _, err := e.js.PublishMsg(ctx, &nats.Msg{Subject: subject, Data: piece}); err != nil {
+			return unavailable(err)
+		}
+	}
+	return nil
+}
+
+// Subject is where the record of a session's erasure lies.
+func Subject(session string) string { return prefix + events.Token(session) }
