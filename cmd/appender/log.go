@@ -42,7 +42,7 @@ func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.G
 		return nil, err
 	}
 	s := &store{url: f.NATS}
-	if f.NATS == "" {
+	if f.NATS == "" && f.Context == "" {
 		s.server, err = platform.StartServer(platform.EmbedConfig{DataDir: f.Data, Listen: listen, Durability: platform.Durability(f.Durability)})
 		if err != nil {
 			return nil, err
@@ -56,6 +56,9 @@ func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.G
 		return nil, err
 	}
 	g.Add("nats", platform.StopFunc(s.disconnect))
+	if f.Context != "" {
+		s.url = s.conns.KV.ConnectedUrl()
+	}
 	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
 		return nil, err
 	}

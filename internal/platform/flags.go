@@ -6,6 +6,7 @@ import "time"
 // by reflection (the tags are kong's).
 type NATSFlags struct {
 	NATS        string        `name:"nats" help:"URL of NATS, several with commas between them. Without it the appender embeds a server, and a projector uses nats://127.0.0.1:4222." placeholder:"URL" env:"PALIMPSEST_NATS"`
+	Context     string        `name:"nats-context" help:"Context of the nats command line, by name or path, in the place of --nats." placeholder:"NAME" env:"PALIMPSEST_NATS_CONTEXT"`
 	Creds       string        `help:"NATS credentials file." placeholder:"FILE" env:"PALIMPSEST_NATS_CREDS"`
 	NKey        string        `name:"nkey" help:"File with an nkey seed." placeholder:"FILE" env:"PALIMPSEST_NATS_NKEY"`
 	TLSCA       string        `name:"tls-ca" help:"PEM file with the authorities that may sign the server's certificate." placeholder:"FILE"`
@@ -17,7 +18,7 @@ type NATSFlags struct {
 // Config returns the connection that the flags describe.
 func (f NATSFlags) Config(name string) ConnConfig {
 	return ConnConfig{
-		URL: f.NATS, Name: name, CredsFile: f.Creds, NKeyFile: f.NKey,
+		URL: f.NATS, Context: f.Context, Name: name, CredsFile: f.Creds, NKeyFile: f.NKey,
 		CAFile: f.TLSCA, CertFile: f.TLSCert, KeyFile: f.TLSKey, ConnectWait: f.ConnectWait,
 	}
 }
