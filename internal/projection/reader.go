@@ -290,6 +290,11 @@ type SessionList struct {
 
 // Sessions lists sessions: all of them, or the children of one.
 func (r *Reader) Sessions(ctx context.Context, parent, cursor string, limit int) (*SessionList, error) {
+	return r.SessionsWhere(ctx, parent, cursor, limit, nil)
+}
+
+// SessionsWhere is Sessions of those ids that keep accepts, nil for all. No cursor names another.
+func (r *Reader) SessionsWhere(ctx context.Context, parent, cursor string, limit int, keep func(id string) bool) (*SessionList, error) {
 	var ids []string
 	var err error
 	if parent == "" {
@@ -310,6 +315,9 @@ func (r *Reader) Sessions(ctx context.Context, parent, cursor string, limit int)
 		if len(out.Sessions) == limit {
 			out.Cursor = out.Sessions[limit-1].ID
 			break
+		}
+		if keep != nil && !keep(id) {
+			continue
 		}
 		h, err := r.headers.Get(ctx, id)
 		if errors.Is(err, events.ErrSessionNotFound) {

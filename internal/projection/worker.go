@@ -18,6 +18,7 @@ import (
 	"palimpsest/internal/journal"
 	"palimpsest/internal/snapshot"
 	"palimpsest/internal/surface"
+	"palimpsest/internal/telemetry"
 )
 
 // Config is how a worker projects.
@@ -46,6 +47,8 @@ type Config struct {
 	// Freeze checks events that are held in memory against what was read before they are
 	// served. Defaults to false.
 	Freeze bool
+	// Telemetry makes spans of flushes. Defaults to nil: none.
+	Telemetry *telemetry.Telemetry
 	// Logger hears of trouble. Defaults to slog.Default().
 	Logger *slog.Logger
 	// Signals lets a test wait for things to happen. All are nil in production.
