@@ -14,6 +14,8 @@ import (
 type cli struct {
 	platform.LogFlags
 	Serve  serveCmd  `cmd:"" help:"Serve the append API. Without --nats it runs an embedded NATS server."`
+	Token  tokenCmd  `cmd:"" help:"Bearer tokens of the HTTP APIs."`
+	Health healthCmd `cmd:"" help:"Ask a running appender how it is. Exit code 1 unless it can serve."`
 	Import importCmd `cmd:"" help:"Import session files. Exit code 1 when any of them has a problem."`
 }
 

@@ -14,6 +14,7 @@ import (
 type cli struct {
 	platform.LogFlags
 	Serve      serveCmd      `cmd:"" help:"Project the log and serve the read API."`
+	Health     healthCmd     `cmd:"" help:"Ask a running projector how it is. Exit code 1 unless it can serve."`
 	Sessions   sessionsCmd   `cmd:"" help:"List sessions."`
 	Messages   messagesCmd   `cmd:"" help:"Print the messages that the model should see."`
 	Surface    surfaceCmd    `cmd:"" help:"Print the nodes of the surface."`

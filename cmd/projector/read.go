@@ -380,7 +380,8 @@ func (c *sessionsCmd) Run(ctx context.Context) error {
 
 // urlFlag says where a projector serves.
 type urlFlag struct {
-	URL string `name:"url" help:"HTTP API of the projector." default:"http://127.0.0.1:8081"`
+	URL   string `name:"url" help:"HTTP API of the projector." default:"http://127.0.0.1:8081"`
+	Token string `help:"Bearer token for it; better given in the environment than here, where ps shows it." env:"PALIMPSEST_TOKEN" placeholder:"TOKEN"`
 }
 
 // call asks a running projector.
@@ -388,6 +389,9 @@ func (f urlFlag) call(ctx context.Context, method, path string) ([]byte, error) 
 	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(f.URL, "/")+path, nil)
 	if err != nil {
 		return nil, err
+	}
+	if f.Token != "" {
+		req.Header.Set("Authorization", "Bearer "+f.Token)
 	}
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {

@@ -12,7 +12,10 @@ import (
 	"strings"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"palimpsest/internal/audit"
+	"palimpsest/internal/auth"
 	"palimpsest/internal/events"
 	"palimpsest/internal/projection"
 	"palimpsest/internal/provider"
@@ -27,6 +30,10 @@ type ProjectorConfig struct {
 	WaitMost time.Duration
 	// PageBytes bounds the events of one answer, in bytes of their lines. Defaults to 4 MiB.
 	PageBytes int
+	// Edge is what stands before the API. Defaults to nil: everybody may read everything.
+	Edge *Edge
+	// Registry takes the program's metrics. Defaults to one of its own.
+	Registry *prometheus.Registry
 	// Ready says why requests cannot be served at the moment, nil when they can.
 	Ready func(context.Context) error
 	// Logger hears of failed requests. Defaults to slog.Default().
@@ -69,8 +76,8 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, hubs *projection.
 	rt.handle("POST", "/v1/sessions/{id}/retry", s.retry)
 	rt.handle("GET", "/v1/status", s.status)
 	health(rt, cfg.Ready)
-	rt.handle("GET", "/metrics", projectorMetrics(wk))
-	return rt
+	rt.handle("GET", "/metrics", projectorMetrics(wk, cfg.Registry, cfg.Edge))
+	return cfg.Edge.around(rt)
 }
 
 func pathEscape(id string) string { return url.PathEscape(id) }
@@ -360,7 +367,7 @@ func (s *projectorAPI) sessions(w http.ResponseWriter, r *http.Request, _ string
 	if err != nil || len(after) > 0 && events.CheckSessionID(string(after)) != nil {
 		return badRequest(fmt.Sprintf("cursor: expected the cursor of an earlier answer, found %q", q.Get("cursor")))
 	}
-	list, err := s.r.Sessions(r.Context(), q.Get("parent"), string(after), limit)
+	list, err := s.r.SessionsWhere(r.Context(), q.Get("parent"), string(after), limit, mine(r))
 	if err != nil {
 		return err
 	}
@@ -376,6 +383,15 @@ func (s *projectorAPI) sessions(w http.ResponseWriter, r *http.Request, _ string
 		out.Sessions = append(out.Sessions, item{h.ID, h.Raw})
 	}
 	return writeJSON(w, http.StatusOK, out)
+}
+
+// mine keeps the sessions that the caller may read, nil for all.
+func mine(r *http.Request) func(string) bool {
+	c := auth.From(r.Context())
+	if c == nil {
+		return nil
+	}
+	return func(id string) bool { return c.May(auth.Read, id) }
 }
 
 func (s *projectorAPI) verify(w http.ResponseWriter, r *http.Request, id string) error {
