@@ -195,6 +195,7 @@ var rights = map[string]right{
 	"POST " + sessionRoot + "/retry":   {[]auth.Scope{auth.Repair}, onSession},
 	"POST " + sessionRoot + "/erase":   {[]auth.Scope{auth.Erase}, onSession},
 	"GET /v1/feed":                     {[]auth.Scope{auth.Read}, onAll},
+	"GET /v1/usage":                    {[]auth.Scope{auth.Read}, onAll},
 	"GET /metrics":                     {nil, onAnything},
 	"GET /healthz":                     {nil, onAnything},
 	"GET /readyz":                      {nil, onAnything},

@@ -105,6 +105,7 @@ var matrix = map[string]struct {
 	"GET /v1/sessions/{id}":          {"read append", ``, ""},
 	"GET /v1/sessions":               {"any", ``, "list"},
 	"GET /v1/feed":                   {"read", ``, "service"},
+	"GET /v1/usage":                  {"read", ``, "service"},
 	"GET /v1/workers":                {"admin", ``, "service"},
 	"GET /v1/status":                 {"admin", ``, "service"},
 	"GET /metrics":                   {"any", ``, "list"},
@@ -113,7 +114,7 @@ var matrix = map[string]struct {
 }
 
 func init() {
-	for _, tail := range []string{"messages", "surface", "transcript", "events", "export", "watch", "verify", "explain", "diff"} {
+	for _, tail := range []string{"messages", "surface", "transcript", "events", "export", "watch", "verify", "explain", "diff", "blame", "usage"} {
 		row := matrix["GET /v1/sessions/{id}"]
 		row.scopes = "read"
 		matrix["GET /v1/sessions/{id}/"+tail] = row

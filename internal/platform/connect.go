@@ -48,6 +48,9 @@ type ConnConfig struct {
 	CAFile string
 	// CertFile and KeyFile are the client's own certificate, PEM; both or neither. Defaults to none.
 	CertFile, KeyFile string
+	// InboxPrefix begins the subjects on which answers come. With one for each role, permissions can keep a client from
+	// listening to the answers that others get. Defaults to _INBOX.
+	InboxPrefix string
 	// InProcess connects through a pipe to this server and not by TCP. Defaults to nil: TCP to URL, for an embedded
 	// server as well (URL is then its ClientURL). That way one machine and a cluster take the same path: error 10158,
 	// for a duplicate of a message that is still being stored, for instance is answered in process only.
@@ -263,6 +266,9 @@ func connOptions(cfg ConnConfig) ([]nats.Option, error) {
 			return nil, fmt.Errorf("nkey file %s: %w", cfg.NKeyFile, err)
 		}
 		options = append(options, option)
+	}
+	if cfg.InboxPrefix != "" {
+		options = append(options, nats.CustomInboxPrefix(cfg.InboxPrefix))
 	}
 	if cfg.CAFile != "" {
 		options = append(options, nats.RootCAs(cfg.CAFile))

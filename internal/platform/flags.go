@@ -12,6 +12,7 @@ type NATSFlags struct {
 	TLSCA       string        `name:"tls-ca" help:"PEM file with the authorities that may sign the server's certificate." placeholder:"FILE"`
 	TLSCert     string        `name:"tls-cert" help:"PEM file with the client's certificate." placeholder:"FILE"`
 	TLSKey      string        `name:"tls-key" help:"PEM file with the client's key." placeholder:"FILE"`
+	InboxPrefix string        `help:"Beginning of the subjects on which answers come; permissions may ask for one of its own for each role." placeholder:"SUBJECT" env:"PALIMPSEST_NATS_INBOX_PREFIX"`
 	ConnectWait time.Duration `help:"How long to try to connect at start." default:"10s"`
 }
 
@@ -19,7 +20,7 @@ type NATSFlags struct {
 func (f NATSFlags) Config(name string) ConnConfig {
 	return ConnConfig{
 		URL: f.NATS, Context: f.Context, Name: name, CredsFile: f.Creds, NKeyFile: f.NKey,
-		CAFile: f.TLSCA, CertFile: f.TLSCert, KeyFile: f.TLSKey, ConnectWait: f.ConnectWait,
+		CAFile: f.TLSCA, CertFile: f.TLSCert, KeyFile: f.TLSKey, InboxPrefix: f.InboxPrefix, ConnectWait: f.ConnectWait,
 	}
 }
 
