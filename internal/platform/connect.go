@@ -189,7 +189,7 @@ func dial(cfg ConnConfig, options []nats.Option) (*nats.Conn, error) {
 		return nats.Connect(cfg.URL, options...)
 	}
 	nc, settings, err := natscontext.Connect(cfg.Context, options...)
-	var network net.Error
+	var network *net.OpError
 	switch {
 	case err == nil && (settings.JSDomain != "" || settings.JSAPIPrefix != ""):
 		nc.Close()
