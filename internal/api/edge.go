@@ -268,7 +268,7 @@ func (e *Edge) refuse(w http.ResponseWriter, r *http.Request, caller string, err
 		w.Header().Set("Connection", "close") // the body is not worth reading, nor worth waiting for
 		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(time.Second))
 	}
-	e.Logger.Info("refused", "caller", caller, "method", r.Method, "path", r.URL.EscapedPath(), "remote", r.RemoteAddr, "err", err)
+	e.Logger.InfoContext(r.Context(), "refused", "caller", caller, "method", r.Method, "path", r.URL.EscapedPath(), "remote", r.RemoteAddr, "err", err)
 	writeProblem(w, err)
 }
 

@@ -1,12 +1,14 @@
 package api_test
 
 import (
+	"context"
 	"log/slog"
 	"net/http"
 	"testing"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 	"go.uber.org/goleak"
 
 	"palimpsest/internal/api"
@@ -90,3 +92,8 @@ func (w *world) projectorAPI(e *api.Edge) http.Handler {
 func appendOf(session string) appender.Request {
 	return appender.Request{Session: session, Events: [][]byte{[]byte(userEvent)}}
 }
+
+// keep keeps spans when the exporter is shut down, which the one in memory does not.
+type keep struct{ *tracetest.InMemoryExporter }
+
+func (keep) Shutdown(context.Context) error { return nil }

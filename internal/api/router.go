@@ -47,7 +47,7 @@ func (rt *router) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			if p == http.ErrAbortHandler {
 				panic(p)
 			}
-			rt.log.Error("panic in a handler", "method", r.Method, "path", r.URL.EscapedPath(), "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			rt.log.ErrorContext(r.Context(), "panic in a handler", "method", r.Method, "path", r.URL.EscapedPath(), "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
 			if !started.started {
 				writeProblem(w, &events.Error{Code: events.CodeInternal, Detail: "the server made a mistake; it is in its log"})
 			}
@@ -72,11 +72,11 @@ func (rt *router) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case err == nil:
 	case started.started:
 		// Half an answer must not look like a whole one.
-		rt.log.Warn("answer broken off", "method", r.Method, "path", r.URL.EscapedPath(), "err", err)
+		rt.log.WarnContext(r.Context(), "answer broken off", "method", r.Method, "path", r.URL.EscapedPath(), "err", err)
 		panic(http.ErrAbortHandler)
 	default:
 		if p := ProblemOf(err); p.Status >= 500 {
-			rt.log.Warn("request failed", "method", r.Method, "path", r.URL.EscapedPath(), "status", p.Status, "err", err)
+			rt.log.WarnContext(r.Context(), "request failed", "method", r.Method, "path", r.URL.EscapedPath(), "status", p.Status, "err", err)
 		}
 		writeProblem(w, err)
 	}
