@@ -135,6 +135,11 @@ func (ex *exam) program() {
 
 func (ex *exam) connection() {
 	rtt, err := ex.nc.RTT()
+	for range 4 { // the best of five: one may meet a machine that is busy
+		if again, rerr := ex.nc.RTT(); rerr == nil {
+			rtt = min(rtt, again)
+		}
+	}
 	if err != nil {
 		ex.say("connection", Fail, err.Error(), "see that the server runs and is reached")
 		return
