@@ -8,7 +8,7 @@ BENCH    ?= .
 ARGS     ?=
 
 .DEFAULT_GOAL := help
-.PHONY: image help build demo run test race fuzz bench bench-append bench-append-flat soak lint verify clean
+.PHONY: image vuln help build demo run test race fuzz bench bench-append bench-append-flat soak lint verify clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,12 @@ lint: ## Check formatting, go vet, staticcheck
 
 verify: build ## Check every log and snapshot at NATS (NATS=nats://127.0.0.1:4222)
 	bin/projector verify --all --nats '$(NATS)'
+
+vuln: ## Look for known vulnerabilities in what the programs call; says so when the database cannot be reached
+	@out=$$(mktemp); trap 'rm -f "$$out"' EXIT; \
+	if $(GO) tool govulncheck ./cmd/... ./client >"$$out" 2>&1; then cat "$$out"; \
+	elif grep -q '^govulncheck: fetching vulnerabilities' "$$out"; then cat "$$out"; echo "the vulnerability database was not reached: nothing was checked"; \
+	else cat "$$out"; exit 1; fi
 
 image: ## Build the container images palimpsest/{appender,projector,balance,nats} from scratch; nothing is pulled
 	@command -v docker >/dev/null || { echo "docker is needed (Debian: apt-get install docker.io), and its daemon"; exit 1; }
