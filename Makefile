@@ -8,10 +8,10 @@ BENCH    ?= .
 ARGS     ?=
 
 .DEFAULT_GOAL := help
-.PHONY: image vuln help build demo run test race fuzz bench bench-append bench-append-flat soak lint verify clean
+.PHONY: image vuln e2e-compose help build demo run test race fuzz bench bench-append bench-append-flat soak lint verify clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## Build bin/appender and bin/projector
 	$(GO) build -trimpath -o bin/ ./cmd/appender ./cmd/projector
@@ -66,6 +66,9 @@ lint: ## Check formatting, go vet, staticcheck
 
 verify: build ## Check every log and snapshot at NATS (NATS=nats://127.0.0.1:4222)
 	bin/projector verify --all --nats '$(NATS)'
+
+e2e-compose: image ## Bring the Compose stack up, take parts of it away under load, check that nothing is lost
+	@deploy/try.sh
 
 vuln: ## Look for known vulnerabilities in what the programs call; says so when the database cannot be reached
 	@out=$$(mktemp); trap 'rm -f "$$out"' EXIT; \
