@@ -8,7 +8,7 @@ BENCH    ?= .
 ARGS     ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-verify soak e2e-scale watch-storm lint verify clean
+.PHONY: help build image demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-verify soak scale e2e-scale e2e-compose watch-storm lint vuln verify clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,26 @@ lint: ## Check formatting, go vet, staticcheck
 
 verify: build ## Check every log and snapshot at NATS (NATS=nats://127.0.0.1:4222)
 	bin/projector verify --all --nats '$(NATS)'
+
+e2e-compose: image ## Bring the Compose stack up, take parts of it away under load, check that nothing is lost
+	@deploy/try.sh
+
+vuln: ## Look for known vulnerabilities in what the programs call; says so when the database cannot be reached
+	@out=$$(mktemp); trap 'rm -f "$$out"' EXIT; \
+	if $(GO) tool govulncheck ./cmd/... ./client >"$$out" 2>&1; then cat "$$out"; \
+	elif grep -q '^govulncheck: fetching vulnerabilities' "$$out"; then cat "$$out"; echo "the vulnerability database was not reached: nothing was checked"; \
+	else cat "$$out"; exit 1; fi
+
+image: ## Build the container images palimpsest/{appender,projector,balance,nats} from scratch; nothing is pulled
+	@command -v docker >/dev/null || { echo "docker is needed (Debian: apt-get install docker.io), and its daemon"; exit 1; }
+	rm -rf bin/image && mkdir -p bin/image/data
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o bin/image/ ./cmd/appender ./cmd/projector ./deploy/balance
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o bin/image/nats-server github.com/nats-io/nats-server/v2
+	cp "$$(for f in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt /etc/ssl/cert.pem; do [ -e $$f ] && echo $$f && break; done)" bin/image/ca-certificates.crt
+	docker build -q -t palimpsest/appender --build-arg PROGRAM=appender -f deploy/image/Dockerfile bin/image
+	docker build -q -t palimpsest/projector --build-arg PROGRAM=projector -f deploy/image/Dockerfile bin/image
+	docker build -q -t palimpsest/balance -f deploy/image/balance.Dockerfile bin/image
+	docker build -q -t palimpsest/nats -f deploy/image/nats.Dockerfile bin/image
 
 clean: ## Remove bin/; data/ stays
 	rm -rf bin

@@ -17,6 +17,8 @@ type Config struct {
 	// ProjectorURL is the base URL of the projector, such as http://127.0.0.1:8081. Calls that
 	// read need it.
 	ProjectorURL string
+	// Token is sent as the bearer token of every request, to whichever service. Defaults to none.
+	Token string
 	// HTTPClient sends the requests. Redirects are errors unless its CheckRedirect says
 	// otherwise. Defaults to one of the client's own, without a timeout.
 	HTTPClient *http.Client

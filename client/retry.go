@@ -186,6 +186,9 @@ func (c *Client) attempt(ctx context.Context, r *request, out any) (*answer, *Er
 	for k, v := range r.header {
 		req.Header[k] = v
 	}
+	if c.cfg.Token != "" {
+		req.Header.Set("Authorization", "Bearer "+c.cfg.Token)
+	}
 	resp, err := c.cfg.HTTPClient.Do(req)
 	if err != nil {
 		done()

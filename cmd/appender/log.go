@@ -51,7 +51,7 @@ func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.G
 func (f storeFlags) connect(ctx context.Context, name, listen string, g *platform.Group) (*store, error) {
 	s := &store{url: f.NATS}
 	var err error
-	if f.NATS == "" {
+	if f.NATS == "" && f.Context == "" {
 		s.server, err = platform.StartServer(platform.EmbedConfig{DataDir: f.Data, Listen: listen, Durability: platform.Durability(f.Durability)})
 		if err != nil {
 			return nil, err
@@ -65,6 +65,9 @@ func (f storeFlags) connect(ctx context.Context, name, listen string, g *platfor
 		return nil, err
 	}
 	g.Add("nats", platform.StopFunc(s.disconnect))
+	if f.Context != "" {
+		s.url = s.conns.KV.ConnectedUrl()
+	}
 	return s, nil
 }
 

@@ -14,6 +14,9 @@ import (
 type cli struct {
 	platform.LogFlags
 	Serve  serveCmd  `cmd:"" help:"Serve the append API. Without --nats it runs an embedded NATS server."`
+	Token  tokenCmd  `cmd:"" help:"Bearer tokens of the HTTP APIs."`
+	Health healthCmd `cmd:"" help:"Ask a running appender how it is. Exit code 1 unless it can serve."`
+	Doctor doctorCmd `cmd:"" help:"Check connection, permissions, stream, buckets, replicas, clock and disk, and say what to mend. Exit code 1 when something must be."`
 	Import importCmd `cmd:"" help:"Import session files and archives. Exit code 1 when any of them has a problem."`
 	Erase  eraseCmd  `cmd:"" help:"Take a session away for good. Its log is overwritten, a tombstone stays."`
 	Keygen keygenCmd `cmd:"" help:"Make a key that signs checkpoints, and print its public key."`

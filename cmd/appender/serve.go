@@ -16,6 +16,7 @@ import (
 type serveCmd struct {
 	storeFlags
 	attestFlags
+	api.EdgeFlags
 	Listen     string `help:"Address of the HTTP API; port 0 picks a free one." default:"127.0.0.1:8080" env:"PALIMPSEST_APPENDER_LISTEN"`
 	NATSListen string `name:"nats-listen" help:"Address of the embedded NATS server; port 0 picks a free one." default:"127.0.0.1:4222"`
 	Invariants string `help:"Lifecycle rules: off, observe (report) or enforce (refuse)." enum:"off,observe,enforce" default:"off" env:"PALIMPSEST_INVARIANTS"`
@@ -34,6 +35,13 @@ type serveCmd struct {
 	PendingBytes int           `help:"Bytes of events that may wait or be in flight in all; more are refused with 429." default:"67108864"`
 	CacheBytes   int           `help:"Memory for sessions that are kept between appends, in bytes." default:"268435456"`
 	KeyWindow    time.Duration `help:"How long an Idempotency-Key is recognised without an expectedSeq." default:"10m"`
+}
+
+// shown is the configuration without what nobody else should know.
+func (c *serveCmd) shown() serveCmd {
+	out := *c
+	out.NATS = platform.WithoutSecrets(c.NATS)
+	return out
 }
 
 const drainTime = 30 * time.Second
@@ -58,7 +66,12 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return stopAfter(&g, err)
 	}
+	served, err := c.EdgeFlags.Open(ctx, "palimpsest-appender", c.Listen, &g)
+	if err != nil {
+		return stopAfter(&g, err)
+	}
 	a := s.appender(appender.Config{
+		Telemetry:  served.Telemetry,
 		Invariants: mode, Freeze: c.Freeze, MaxEvent: c.MaxEvent, MaxCommit: c.MaxCommit, MaxHeader: c.MaxHeader,
 		MaxSessionEvents: c.MaxSessionEvents, MaxSessionBytes: c.MaxSessionBytes,
 		GroupEvents: c.GroupEvents, GroupBytes: c.GroupBytes, Queue: c.Queue, PendingBytes: c.PendingBytes,
@@ -78,10 +91,9 @@ func (c *serveCmd) Run(ctx context.Context) error {
 		g.Add("attester", attester)
 	}
 	g.Add("services", api.NewAppenderServices(s.conns.Publish[0], a, api.ServiceConfig{}))
-	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: api.NewAppender(a, api.AppenderConfig{MaxBody: c.MaxBody, Ready: s.ready})})
-	g.Add("http", http)
+	http := served.Serve(api.NewAppender(a, api.AppenderConfig{MaxBody: c.MaxBody, Ready: s.ready, Edge: served.Edge, Registry: served.Registry}), &g)
 	g.Add("ready", platform.NewRunner(func(ctx context.Context, ready func()) error {
-		slog.Info("serving", "http", http.URL(), "nats", s.url, "config", *c)
+		slog.Info("serving", "http", http.URL(), "nats", platform.WithoutSecrets(s.url), "config", c.shown())
 		if err := platform.PrintReady(os.Stdout, platform.Ready{HTTP: http.URL(), NATS: s.url}); err != nil {
 			return err
 		}

@@ -47,7 +47,7 @@ func (f *storeFlags) open(ctx context.Context, name string, g *platform.Group) (
 	if err != nil {
 		return nil, err
 	}
-	if f.NATS == "" {
+	if f.NATS == "" && f.Context == "" {
 		f.NATS = defaultURL
 	}
 	s := new(store)
@@ -55,6 +55,9 @@ func (f *storeFlags) open(ctx context.Context, name string, g *platform.Group) (
 		return nil, err
 	}
 	g.Add("nats", platform.StopFunc(s.disconnect))
+	if f.Context != "" {
+		f.NATS = s.conns.KV.ConnectedUrl()
+	}
 	// The partitions are read over the connections that an appender publishes on.
 	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
 		return nil, err

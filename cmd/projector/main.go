@@ -14,6 +14,8 @@ import (
 type cli struct {
 	platform.LogFlags
 	Serve      serveCmd      `cmd:"" help:"Project the log and serve the read API."`
+	Health     healthCmd     `cmd:"" help:"Ask a running projector how it is. Exit code 1 unless it can serve."`
+	Doctor     doctorCmd     `cmd:"" help:"Check connection, permissions, stream, buckets, replicas and clock, and say what to mend. Exit code 1 when something must be."`
 	Sessions   sessionsCmd   `cmd:"" help:"List sessions and what they are doing."`
 	Feed       feedCmd       `cmd:"" help:"Show changes of all sessions as they happen, until Ctrl-C."`
 	Messages   messagesCmd   `cmd:"" help:"Print the messages that the model should see."`

@@ -317,7 +317,8 @@ func (c *eventsCmd) Run(ctx context.Context) error {
 
 // urlFlag says where a projector serves.
 type urlFlag struct {
-	URL string `name:"url" help:"HTTP API of the projector." default:"http://127.0.0.1:8081"`
+	URL   string `name:"url" help:"HTTP API of the projector." default:"http://127.0.0.1:8081"`
+	Token string `help:"Bearer token for it; better given in the environment than here, where ps shows it." env:"PALIMPSEST_TOKEN" placeholder:"TOKEN"`
 }
 
 // call asks a running projector.
@@ -330,6 +331,9 @@ func (f urlFlag) call(ctx context.Context, method, path string) ([]byte, error) 
 }
 
 func (f urlFlag) send(req *http.Request) ([]byte, error) {
+	if f.Token != "" {
+		req.Header.Set("Authorization", "Bearer "+f.Token)
+	}
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		return nil, fmt.Errorf("%w; is a projector serving there?", err)

@@ -15,6 +15,9 @@ import (
 
 type serveCmd struct {
 	storeFlags
+	api.EdgeFlags
+	AccessLog       bool          `help:"Record every read of sessions in the stream ACCESS." env:"PALIMPSEST_ACCESS_LOG"`
+	AccessMaxAge    time.Duration `help:"How long records of reads stay, where the stream is created." default:"2160h"`
 	Listen          string        `help:"Address of the HTTP API; port 0 picks a free one." default:"127.0.0.1:8081" env:"PALIMPSEST_PROJECTOR_LISTEN"`
 	ID              string        `name:"id" help:"Name of this worker among those that share the partitions. Default: host, pid and something random." placeholder:"ID" env:"PALIMPSEST_WORKER_ID"`
 	Lease           time.Duration `help:"How long a worker that is gone keeps its partitions, in whole seconds from 2s on. Default: 3s, and 10s on a replicated stream." placeholder:"DURATION"`
@@ -34,7 +37,7 @@ type serveCmd struct {
 func (c *serveCmd) Run(ctx context.Context) error {
 	for name, n := range map[string]int64{
 		"flush-after": int64(c.FlushAfter), "flush-behind": int64(c.FlushBehind), "flush-events": int64(c.FlushEvents), "writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes),
-		"service-parallel": int64(c.ServiceParallel), "feed-every": int64(c.FeedEvery), "feed-behind": int64(c.FeedBehind),
+		"access-max-age": int64(c.AccessMaxAge), "service-parallel": int64(c.ServiceParallel), "feed-every": int64(c.FeedEvery), "feed-behind": int64(c.FeedBehind),
 		"partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
 	} {
 		if n < 1 {
@@ -59,22 +62,35 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return stopAfter(&g, err)
 	}
+	served, err := c.EdgeFlags.Open(ctx, "palimpsest-projector", c.Listen, &g)
+	if err != nil {
+		return stopAfter(&g, err)
+	}
+	if c.AccessLog {
+		l := api.NewAccessLog(s.journal.JetStream(), api.AccessConfig{MaxAge: c.AccessMaxAge, Replicas: c.Replicas})
+		g.Add("access log", l)
+		served.Record(l)
+	}
 	heads := projection.NewHeads()
 	worker := projection.NewWorker(s.journal, s.buckets, heads, projection.Config{
-		ID: c.ID, Lease: c.Lease, FlushAfter: c.FlushAfter, FlushBehind: max(c.FlushBehind, c.FlushAfter), FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, Replicas: c.Replicas, Freeze: c.Freeze,
+		ID: c.ID, Lease: c.Lease, FlushAfter: c.FlushAfter, FlushBehind: max(c.FlushBehind, c.FlushAfter), FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, Replicas: c.Replicas, Freeze: c.Freeze, Telemetry: served.Telemetry,
 	})
 	reader := projection.NewReader(s.journal, s.headers, s.buckets, heads)
 	s.buckets.Snapshots.CachePages(c.PageCache)
 	reader.CacheHeaders(c.HeaderCache)
 	g.Add("worker", worker)
-	fleet := projection.NewFleet(reader, projection.FleetConfig{Every: c.FeedEvery, Behind: c.FeedBehind})
-	ready := func(ctx context.Context) error { return errors.Join(worker.Ready(), s.ready(ctx)) }
-	routes := api.NewProjector(reader, worker, projection.NewHubs(reader, s.conns.Publish[0]), s.auditor(), api.ProjectorConfig{Ready: ready, Fleet: fleet})
-	http := platform.Serve(platform.HTTPConfig{Listen: c.Listen, Handler: routes})
-	g.Add("http", http)
-	g.Add("services", api.NewProjectorServices(s.conns.Publish[len(s.conns.Publish)-1], routes, api.ServiceConfig{Parallel: c.ServiceParallel}))
+	hubs := projection.NewHubs(reader, s.conns.Publish[0])
+	open := api.ProjectorConfig{
+		Fleet: projection.NewFleet(reader, projection.FleetConfig{Every: c.FeedEvery, Behind: c.FeedBehind}),
+		Ready: func(ctx context.Context) error { return errors.Join(worker.Ready(), s.ready(ctx)) },
+	}
+	guarded := open
+	guarded.Edge, guarded.Registry = served.Edge, served.Registry
+	http := served.Serve(api.NewProjector(reader, worker, hubs, s.auditor(), guarded), &g)
+	// Over NATS, the server's permissions say who may ask what.
+	g.Add("services", api.NewProjectorServices(s.conns.Publish[len(s.conns.Publish)-1], api.NewProjector(reader, worker, hubs, s.auditor(), open), api.ServiceConfig{Parallel: c.ServiceParallel}))
 	g.Add("ready", platform.NewRunner(func(ctx context.Context, ready func()) error {
-		slog.Info("serving", "http", http.URL(), "nats", c.NATS, "config", *c)
+		slog.Info("serving", "http", http.URL(), "nats", platform.WithoutSecrets(c.NATS), "config", c.shown())
 		if err := platform.PrintReady(os.Stdout, platform.Ready{HTTP: http.URL(), NATS: c.NATS}); err != nil {
 			return err
 		}
@@ -84,4 +100,11 @@ func (c *serveCmd) Run(ctx context.Context) error {
 		return nil
 	}))
 	return g.Run(ctx, drainTime)
+}
+
+// shown is the configuration without what nobody else should know.
+func (c *serveCmd) shown() serveCmd {
+	out := *c
+	out.NATS = platform.WithoutSecrets(c.NATS)
+	return out
 }

@@ -15,14 +15,15 @@ import (
 
 type statusCmd struct {
 	storeFlags
-	URL  string `name:"url" help:"Ask the projector that serves there; without it the buckets are read, and no projector need run." placeholder:"URL"`
-	JSON bool   `name:"json" help:"Print what the HTTP API answers."`
+	URL   string `name:"url" help:"Ask the projector that serves there; without it the buckets are read, and no projector need run." placeholder:"URL"`
+	Token string `help:"Bearer token for --url; better given in the environment than here, where ps shows it." env:"PALIMPSEST_TOKEN" placeholder:"TOKEN"`
+	JSON  bool   `name:"json" help:"Print what the HTTP API answers."`
 }
 
 func (c *statusCmd) Run(ctx context.Context) error {
 	const path = "/v1/workers"
 	if c.URL != "" {
-		b, err := urlFlag{c.URL}.call(ctx, http.MethodGet, path)
+		b, err := urlFlag{c.URL, c.Token}.call(ctx, http.MethodGet, path)
 		if err != nil {
 			return err
 		}

@@ -12,7 +12,10 @@ import (
 	"strings"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"palimpsest/internal/appender"
+	"palimpsest/internal/auth"
 	"palimpsest/internal/events"
 )
 
@@ -20,6 +23,10 @@ import (
 type AppenderConfig struct {
 	// MaxBody is the largest request body in bytes. Defaults to 8 MiB.
 	MaxBody int64
+	// Edge is what stands before the API. Defaults to nil: everybody may do everything.
+	Edge *Edge
+	// Registry takes the program's metrics. Defaults to one of its own.
+	Registry *prometheus.Registry
 	// Ready says why requests cannot be served at the moment, nil when they can.
 	Ready func(context.Context) error
 	// Logger hears of failed requests. Defaults to slog.Default().
@@ -32,11 +39,11 @@ func NewAppender(a *appender.Appender, cfg AppenderConfig) http.Handler {
 	o := &appends{a}
 	rt := newRouter(cfg.Logger)
 	for _, op := range o.operations() {
-		rt.handle(op.method, op.path, overHTTP(op, cfg.MaxBody))
+		rt.handle(op.method, op.path, overHTTP(op, cfg.MaxBody, cfg.Edge.asks()))
 	}
 	health(rt, cfg.Ready)
-	rt.handle("GET", "/metrics", appenderMetrics(a))
-	return rt
+	rt.handle("GET", "/metrics", appenderMetrics(a, cfg.Registry, cfg.Edge))
+	return cfg.Edge.around(rt)
 }
 
 func (c AppenderConfig) withDefaults() AppenderConfig {
@@ -65,7 +72,7 @@ func health(rt *router, ready func(context.Context) error) {
 }
 
 // overHTTP makes an operation a handler.
-func overHTTP(op operation, maxBody int64) handler {
+func overHTTP(op operation, maxBody int64, asked bool) handler {
 	return func(w http.ResponseWriter, r *http.Request, session string) error {
 		in := &input{session: session, header: r.Header.Get, query: readQuery(r, op.params...)}
 		if in.query.err != nil {
@@ -73,6 +80,9 @@ func overHTTP(op operation, maxBody int64) handler {
 		}
 		if err := checkHeaders(r.Header); err != nil {
 			return err
+		}
+		if asked {
+			in.caller = auth.From(r.Context())
 		}
 		if op.types != nil {
 			given := r.Header.Get("Content-Type")

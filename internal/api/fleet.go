@@ -49,7 +49,7 @@ func (s *projectorAPI) sessions(w http.ResponseWriter, r *http.Request, _ string
 	if err != nil || len(after) > 0 && events.CheckSessionID(string(after)) != nil {
 		return badRequest(fmt.Sprintf("cursor: expected the cursor of an earlier answer, found %q", short(q.Get("cursor"))))
 	}
-	page, err := s.cfg.Fleet.List(r.Context(), filter, string(after), limit)
+	page, err := s.cfg.Fleet.ListWhere(r.Context(), filter, string(after), limit, mine(r))
 	if err != nil {
 		return err
 	}

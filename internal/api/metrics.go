@@ -4,6 +4,7 @@ import (
 	"context"
 	"math"
 	"net/http"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -16,13 +17,19 @@ import (
 )
 
 // metricsOf serves counters in Prometheus' text format. Session ids are never labels.
-func metricsOf(program string, counters map[string]*atomic.Int64, gauges map[string]func() float64) handler {
-	reg := prometheus.NewRegistry()
+func metricsOf(program string, reg *prometheus.Registry, e *Edge, counters map[string]*atomic.Int64, gauges map[string]func() float64) handler {
+	if reg == nil {
+		reg = prometheus.NewRegistry()
+	}
 	reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	for name, c := range counters {
 		reg.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
 			Namespace: "palimpsest", Subsystem: program, Name: name + "_total", Help: "Number of " + name + " since the program started.",
 		}, func() float64 { return float64(c.Load()) }))
+	}
+	for name, c := range e.counters() {
+		reg.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Namespace: "palimpsest", Name: name + "_total", Help: "Number of " + strings.ReplaceAll(name, "_", " ") + " since the program started."},
+			func() float64 { return float64(c.Load()) }))
 	}
 	for name, g := range gauges {
 		reg.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Namespace: "palimpsest", Subsystem: program, Name: name, Help: "Current " + name + "."}, g))
@@ -34,9 +41,24 @@ func metricsOf(program string, counters map[string]*atomic.Int64, gauges map[str
 	}
 }
 
-func appenderMetrics(a *appender.Appender) handler {
+// counters are what an edge counts.
+func (e *Edge) counters() map[string]*atomic.Int64 {
+	if e == nil {
+		return nil
+	}
+	out := map[string]*atomic.Int64{}
+	if e.Auth != nil {
+		out["http_unauthenticated"], out["http_forbidden"], out["http_rate_limited"] = &e.stats.unauthenticated, &e.stats.forbidden, &e.stats.limited
+	}
+	if e.Access != nil {
+		out["access_records"], out["access_records_dropped"] = &e.Access.stored, &e.Access.dropped
+	}
+	return out
+}
+
+func appenderMetrics(a *appender.Appender, reg *prometheus.Registry, e *Edge) handler {
 	s := a.Stats()
-	return metricsOf("appender", map[string]*atomic.Int64{
+	return metricsOf("appender", reg, e, map[string]*atomic.Int64{
 		"events": &s.Events, "commits": &s.Commits, "refused": &s.Refused,
 		"conflicts": &s.Conflicts, "violations": &s.Violations, "loads": &s.Loads,
 	}, map[string]func() float64{
@@ -45,7 +67,7 @@ func appenderMetrics(a *appender.Appender) handler {
 	})
 }
 
-func projectorMetrics(w *projection.Worker, r *projection.Reader) handler {
+func projectorMetrics(w *projection.Worker, r *projection.Reader, reg *prometheus.Registry, e *Edge) handler {
 	s := w.Stats()
 	counted := func(pick func(quarantined, skipped int) int) func() float64 {
 		return func() float64 {
@@ -59,7 +81,7 @@ func projectorMetrics(w *projection.Worker, r *projection.Reader) handler {
 			return float64(pick(len(quarantined), len(skipped)))
 		}
 	}
-	return metricsOf("projector", map[string]*atomic.Int64{
+	return metricsOf("projector", reg, e, map[string]*atomic.Int64{
 		"events": &s.Events, "commits": &s.Commits, "flushes": &s.Flushes, "healed": &s.Healed,
 		"moved": &s.Moved, "quarantined": &s.Quarantined, "loads": &s.Loads, "writes": &s.Writes, "written_bytes": &s.WrittenBytes,
 		"stale_writes_refused": &s.Stale, "leases_lost": &s.Lost,

@@ -13,6 +13,7 @@ import (
 	"github.com/nats-io/nuid"
 
 	"palimpsest/internal/appender"
+	"palimpsest/internal/auth"
 	"palimpsest/internal/events"
 )
 
@@ -65,6 +66,7 @@ type input struct {
 	header      func(string) string
 	query       *query
 	body        []byte
+	caller      *auth.Caller // nil when nobody was asked
 }
 
 // output is an answer.
@@ -239,6 +241,9 @@ func (o *appends) create(ctx context.Context, in *input) (*output, error) {
 	if id == "" && !hasID(header) {
 		id = nuid.Next()
 	}
+	if err := in.mayCreate(id, header); err != nil {
+		return nil, err
+	}
 	h, created, err := o.a.Create(ctx, id, header)
 	if err != nil {
 		return nil, err
@@ -277,7 +282,7 @@ func stored(r *appender.Receipt, body any) *output {
 }
 
 func (o *appends) append(ctx context.Context, in *input) (*output, error) {
-	req := appender.Request{Session: in.session, Key: in.header(headerKey), Trace: in.trace()}
+	req := appender.Request{Session: in.session, Key: in.header(headerKey), Actor: in.actor(), Trace: in.trace()}
 	m, err := bodies[in.contentType](o.a, ctx, &req, in.body)
 	if err != nil {
 		var e *events.Error
@@ -302,7 +307,7 @@ func (o *appends) repair(ctx context.Context, in *input) (*output, error) {
 	if _, err := members(in.body); err != nil {
 		return nil, err
 	}
-	r, err := o.a.Repair(ctx, in.session, "")
+	r, err := o.a.Repair(ctx, in.session, in.actor())
 	if err != nil {
 		return nil, err
 	}
@@ -329,7 +334,7 @@ func (o *appends) writer(ctx context.Context, in *input) (*output, error) {
 	if err != nil {
 		return nil, err
 	}
-	f, err := o.a.TakeWriter(ctx, appender.WriterRequest{Session: in.session, Writer: name, Key: in.header(headerKey), Expected: c.expected})
+	f, err := o.a.TakeWriter(ctx, appender.WriterRequest{Session: in.session, Writer: name, Actor: in.actor(), Key: in.header(headerKey), Expected: c.expected})
 	if err != nil {
 		return nil, err
 	}
@@ -341,7 +346,7 @@ func (o *appends) fork(ctx context.Context, in *input) (*output, error) {
 	if err != nil {
 		return nil, err
 	}
-	req := appender.ForkRequest{Parent: in.session, Header: m["header"]}
+	req := appender.ForkRequest{Parent: in.session, Actor: in.actor(), Header: m["header"]}
 	if req.ID, err = stringMember(m, "id"); err != nil {
 		return nil, err
 	}
@@ -352,6 +357,9 @@ func (o *appends) fork(ctx context.Context, in *input) (*output, error) {
 		if err := events.CheckSessionID(req.ID); err != nil {
 			return nil, err
 		}
+	}
+	if err := in.may(auth.Append, req.ID); err != nil { // an id that is made up needs a right on all
+		return nil, err
 	}
 	f, err := o.a.Fork(ctx, req)
 	if err != nil {
@@ -373,7 +381,7 @@ func (o *appends) compact(ctx context.Context, in *input) (*output, error) {
 	if err != nil {
 		return nil, err
 	}
-	req := appender.CompactRequest{Session: in.session, Summary: m["summary"], Extra: map[string]json.RawMessage{}, Key: in.header(headerKey), Expected: c.expected, Epoch: c.epoch, Trace: in.trace()}
+	req := appender.CompactRequest{Session: in.session, Summary: m["summary"], Extra: map[string]json.RawMessage{}, Actor: in.actor(), Key: in.header(headerKey), Expected: c.expected, Epoch: c.epoch, Trace: in.trace()}
 	for name, into := range map[string]*events.Seq{"startSeq": &req.Start, "endSeq": &req.End} {
 		n, err := seqMember(m, name)
 		if err != nil {
@@ -422,7 +430,7 @@ func (o *appends) prune(ctx context.Context, in *input) (*output, error) {
 	if seq == nil {
 		return nil, badRequest("seq is missing; expected the seq of a tool/result on the surface")
 	}
-	r, err := o.a.Prune(ctx, appender.PruneRequest{Session: in.session, Seq: *seq, Content: m["content"], Key: in.header(headerKey), Expected: c.expected, Epoch: c.epoch, Trace: in.trace()})
+	r, err := o.a.Prune(ctx, appender.PruneRequest{Session: in.session, Seq: *seq, Content: m["content"], Actor: in.actor(), Key: in.header(headerKey), Expected: c.expected, Epoch: c.epoch, Trace: in.trace()})
 	if err != nil {
 		return nil, err
 	}

@@ -11,7 +11,10 @@ import (
 	"strings"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"palimpsest/internal/audit"
+	"palimpsest/internal/auth"
 	"palimpsest/internal/events"
 	"palimpsest/internal/projection"
 	"palimpsest/internal/session"
@@ -27,6 +30,10 @@ type ProjectorConfig struct {
 	PageBytes int
 	// Fleet is the index of all sessions. Defaults to one that the first request for it fills.
 	Fleet *projection.Fleet
+	// Edge is what stands before the API. Defaults to nil: everybody may read everything.
+	Edge *Edge
+	// Registry takes the program's metrics. Defaults to one of its own.
+	Registry *prometheus.Registry
 	// Ready says why requests cannot be served at the moment, nil when they can.
 	Ready func(context.Context) error
 	// Logger hears of failed requests. Defaults to slog.Default().
@@ -76,8 +83,8 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, hubs *projection.
 	rt.handle("GET", "/v1/status", s.status)
 	rt.handle("GET", "/v1/workers", s.workers)
 	health(rt, cfg.Ready)
-	rt.handle("GET", "/metrics", projectorMetrics(wk, r))
-	return rt
+	rt.handle("GET", "/metrics", projectorMetrics(wk, r, cfg.Registry, cfg.Edge))
+	return cfg.Edge.around(rt)
 }
 
 func pathEscape(id string) string { return url.PathEscape(id) }
@@ -304,6 +311,15 @@ func (s *projectorAPI) export(w http.ResponseWriter, r *http.Request, id string)
 	w.Header().Set("Content-Type", "application/x-ndjson")
 	w.Header().Set("Content-Disposition", fmt.Sprintf(`attachment; filename="%s.jsonl"`, events.Token(id)))
 	return s.r.Export(r.Context(), id, w)
+}
+
+// mine keeps the sessions that the caller may read, nil for all.
+func mine(r *http.Request) func(string) bool {
+	c := auth.From(r.Context())
+	if c == nil {
+		return nil
+	}
+	return func(id string) bool { return c.May(auth.Read, id) }
 }
 
 func (s *projectorAPI) verify(w http.ResponseWriter, r *http.Request, id string) error {

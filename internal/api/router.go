@@ -9,6 +9,7 @@ import (
 	"net/url"
 	"runtime/debug"
 	"strings"
+	"time"
 
 	"palimpsest/internal/events"
 )
@@ -46,13 +47,20 @@ func (rt *router) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			if p == http.ErrAbortHandler {
 				panic(p)
 			}
-			rt.log.Error("panic in a handler", "method", r.Method, "path", r.URL.EscapedPath(), "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			rt.log.ErrorContext(r.Context(), "panic in a handler", "method", r.Method, "path", r.URL.EscapedPath(), "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
 			if !started.started {
 				writeProblem(w, &events.Error{Code: events.CodeInternal, Detail: "the server made a mistake; it is in its log"})
 			}
 		}
 	}()
 	w.Header().Set("X-Content-Type-Options", "nosniff")
+	if r.ContentLength != 0 && (r.Method == http.MethodGet || r.Method == http.MethodHead) {
+		// Nobody would read that body, and waiting for its end has no bound.
+		w.Header().Set("Connection", "close")
+		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(time.Second))
+		writeProblem(w, badRequest("a "+r.Method+" has no body here; leave it out"))
+		return
+	}
 	err := rt.dispatch(started, r)
 	if err != nil && r.Context().Err() != nil {
 		var e *events.Error
@@ -64,31 +72,47 @@ func (rt *router) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case err == nil:
 	case started.started:
 		// Half an answer must not look like a whole one.
-		rt.log.Warn("answer broken off", "method", r.Method, "path", r.URL.EscapedPath(), "err", err)
+		rt.log.WarnContext(r.Context(), "answer broken off", "method", r.Method, "path", r.URL.EscapedPath(), "err", err)
 		panic(http.ErrAbortHandler)
 	default:
 		if p := ProblemOf(err); p.Status >= 500 {
-			rt.log.Warn("request failed", "method", r.Method, "path", r.URL.EscapedPath(), "status", p.Status, "err", err)
+			rt.log.WarnContext(r.Context(), "request failed", "method", r.Method, "path", r.URL.EscapedPath(), "status", p.Status, "err", err)
 		}
 		writeProblem(w, err)
 	}
 }
 
-func (rt *router) dispatch(w http.ResponseWriter, r *http.Request) error {
-	path, session := r.URL.EscapedPath(), ""
+// splitPath returns a request's path, with {id} in the place of a session's id, and that id.
+func splitPath(r *http.Request) (path, session string, err error) {
+	path = r.URL.EscapedPath()
 	if rest, ok := strings.CutPrefix(path, sessionsPath); ok {
 		id, tail, more := strings.Cut(rest, "/")
-		var err error
 		if session, err = url.PathUnescape(id); err != nil {
-			return badRequest("session id: " + err.Error())
+			return "", "", badRequest("session id: " + err.Error())
 		}
 		path = sessionsPath + "{id}"
 		if more {
 			path += "/" + tail
 		}
 		if err := events.CheckSessionID(session); err != nil {
-			return err
+			return "", "", err
 		}
+	}
+	return path, session, nil
+}
+
+// has reports whether there is a handler.
+func (rt *router) has(method, path string) bool {
+	if method == http.MethodHead {
+		method = http.MethodGet
+	}
+	return rt.routes[path][method] != nil
+}
+
+func (rt *router) dispatch(w http.ResponseWriter, r *http.Request) error {
+	path, session, err := splitPath(r)
+	if err != nil {
+		return err
 	}
 	methods, ok := rt.routes[path]
 	if !ok {
@@ -110,10 +134,18 @@ func (rt *router) dispatch(w http.ResponseWriter, r *http.Request) error {
 	return h(w, r, session)
 }
 
-// startedWriter notes whether an answer has begun.
+// Answers that go on beyond the server's own write timeout move their deadline: a client that
+// reads on is served to the end, one that stopped reading is cut off.
+const (
+	writeTime  = 60 * time.Second // for a piece
+	writePiece = 64 << 10         // bytes
+)
+
+// startedWriter notes whether an answer has begun, and gives a long one the time it needs.
 type startedWriter struct {
 	http.ResponseWriter
 	started bool
+	piece   int // bytes since the deadline was set last
 }
 
 func (w *startedWriter) WriteHeader(status int) {
@@ -122,6 +154,10 @@ func (w *startedWriter) WriteHeader(status int) {
 }
 
 func (w *startedWriter) Write(b []byte) (int, error) {
+	if w.piece += len(b); w.piece >= writePiece || !w.started {
+		w.piece = 0
+		_ = http.NewResponseController(w.ResponseWriter).SetWriteDeadline(time.Now().Add(writeTime)) // fails in tests without a connection
+	}
 	w.started = true
 	return w.ResponseWriter.Write(b)
 }

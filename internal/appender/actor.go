@@ -286,7 +286,14 @@ func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, 
 		s.fail(s.waiting(in, nil), err)
 		return nil
 	}
+	var traced func(error)
+	if s.a.cfg.Telemetry != nil {
+		traced = s.traced(ctx, c, in)
+	}
 	dup, err := s.a.log.Publish(ctx, c, s.state.StreamSeq)
+	if traced != nil {
+		traced(err)
+	}
 	if err == nil {
 		batch.Commit(c)
 		s.keys.add(c)

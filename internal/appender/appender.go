@@ -18,6 +18,7 @@ import (
 	"palimpsest/internal/lifecycle"
 	"palimpsest/internal/session"
 	"palimpsest/internal/snapshot"
+	"palimpsest/internal/telemetry"
 )
 
 // Config is how the appender treats appends.
@@ -55,6 +56,8 @@ type Config struct {
 	LoadTimeout time.Duration
 	// Now is the clock. Defaults to time.Now.
 	Now func() time.Time
+	// Telemetry makes spans of commits. Defaults to nil: none.
+	Telemetry *telemetry.Telemetry
 	// Logger hears of broken lifecycle rules and of trouble. Defaults to slog.Default().
 	Logger *slog.Logger
 }

@@ -33,6 +33,9 @@ const (
 	CodeUnavailable     Code = "unavailable"
 	CodeNotFound        Code = "not-found"
 	CodeMethod          Code = "method-not-allowed"
+	CodeUnauthenticated Code = "unauthenticated" // who the caller is could not be told
+	CodeForbidden       Code = "forbidden"       // the caller may not do that, whether or not the session exists
+	CodeRateLimited     Code = "rate-limited"
 	CodeCorrupt         Code = "log-corrupt"      // what is stored is not what an appender writes
 	CodeSnapshotDamaged Code = "snapshot-damaged" // what the snapshot bucket holds is not what a projector writes
 	CodeFoldVersion     Code = "fold-version"     // another version of the fold built the snapshot

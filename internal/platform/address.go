@@ -53,3 +53,17 @@ func withoutUserinfo(urls string) string {
 	}
 	return strings.Join(parts, ",")
 }
+
+// Loopback reports whether only this machine reaches a listen address such as 127.0.0.1:8080. A host name other than
+// localhost is taken to be reached by others.
+func Loopback(listen string) bool {
+	host, _, err := splitListen(listen)
+	if err != nil {
+		return false
+	}
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
+}
+
+// WithoutSecrets drops user names, passwords and tokens from NATS URLs, for logs.
+func WithoutSecrets(urls string) string { return withoutUserinfo(urls) }

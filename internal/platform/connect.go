@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"net"
 	"net/url"
 	"os"
 	"slices"
@@ -15,6 +16,7 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go"
+	"github.com/synadia-io/orbit.go/natscontext"
 )
 
 const (
@@ -32,6 +34,9 @@ type ConnConfig struct {
 	// URL is one URL or several with commas between them; the servers of one cluster. Required unless InProcess is
 	// set.
 	URL string
+	// Context is a context of the nats command line: its name, or the absolute path of its file. It says where the
+	// servers are and how to authenticate, in the place of URL; what is set here besides wins. Defaults to none.
+	Context string
 	// Name is what the server shows for the connection. Defaults to the program's name.
 	Name string
 	// CredsFile is a NATS credentials file (JWT and seed). Defaults to none.
@@ -43,6 +48,9 @@ type ConnConfig struct {
 	CAFile string
 	// CertFile and KeyFile are the client's own certificate, PEM; both or neither. Defaults to none.
 	CertFile, KeyFile string
+	// InboxPrefix begins the subjects on which answers come. With one for each role, permissions can keep a client from
+	// listening to the answers that others get. Defaults to _INBOX.
+	InboxPrefix string
 	// InProcess connects through a pipe to this server and not by TCP. Defaults to nil: TCP to URL, for an embedded
 	// server as well (URL is then its ClientURL). That way one machine and a cluster take the same path: error 10158,
 	// for a duplicate of a message that is still being stored, for instance is answered in process only.
@@ -88,8 +96,11 @@ func (c ConnConfig) withDefaults() ConnConfig {
 func (c ConnConfig) Validate() error {
 	var errs []error
 	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	if strings.Trim(c.URL, ", ") == "" && c.InProcess == nil {
+	if strings.Trim(c.URL, ", ") == "" && c.InProcess == nil && c.Context == "" {
 		bad("the NATS URL is missing; give one such as nats://127.0.0.1:4222")
+	}
+	if c.Context != "" && (c.URL != "" || c.InProcess != nil) {
+		bad("found the NATS context %s and a URL, expected one of them; leave one out", c.Context)
 	}
 	if c.URL != "" && c.InProcess != nil {
 		bad("found the NATS URL %s and an in-process server, expected one of them; leave one out", withoutUserinfo(c.URL))
@@ -134,8 +145,11 @@ func Connect(ctx context.Context, cfg ConnConfig) (*nats.Conn, error) {
 	}
 	cfg = cfg.withDefaults()
 	where := withoutUserinfo(cfg.URL)
-	if cfg.InProcess != nil {
+	switch {
+	case cfg.InProcess != nil:
 		where = "in process"
+	case cfg.Context != "":
+		where = "context " + cfg.Context
 	}
 	options, err := connOptions(cfg)
 	if err != nil {
@@ -145,9 +159,12 @@ func Connect(ctx context.Context, cfg ConnConfig) (*nats.Conn, error) {
 	waitCtx, done := context.WithTimeoutCause(ctx, cfg.ConnectWait, errConnectWait)
 	defer done()
 	for {
-		nc, err := nats.Connect(cfg.URL, options...)
+		nc, err := dial(cfg, options)
 		if err == nil {
 			return nc, nil
+		}
+		if errors.Is(err, errContext) {
+			return nil, err
 		}
 		if hopeless(err) {
 			return nil, fmt.Errorf("NATS at %s refused the connection: %w; check the credentials and certificates", where, err)
@@ -162,6 +179,25 @@ func Connect(ctx context.Context, cfg ConnConfig) (*nats.Conn, error) {
 		case <-time.After(reconnectWait + rand.N(reconnectJitter)):
 		}
 	}
+}
+
+// errContext says that a NATS context is not usable.
+var errContext = errors.New("NATS context")
+
+func dial(cfg ConnConfig, options []nats.Option) (*nats.Conn, error) {
+	if cfg.Context == "" {
+		return nats.Connect(cfg.URL, options...)
+	}
+	nc, settings, err := natscontext.Connect(cfg.Context, options...)
+	var network *net.OpError
+	switch {
+	case err == nil && (settings.JSDomain != "" || settings.JSAPIPrefix != ""):
+		nc.Close()
+		return nil, fmt.Errorf("%w %s names a JetStream domain or API prefix, which is not supported; connect to the servers of the domain itself", errContext, cfg.Context)
+	case err == nil, errors.Is(err, nats.ErrNoServers), errors.As(err, &network), hopeless(err):
+		return nc, err
+	}
+	return nil, fmt.Errorf("%w %s: %w; `nats context ls` shows what there is", errContext, cfg.Context, err)
 }
 
 // errConnectWait tells the end of ConnectWait from the end of the caller's context.
@@ -230,6 +266,9 @@ func connOptions(cfg ConnConfig) ([]nats.Option, error) {
 			return nil, fmt.Errorf("nkey file %s: %w", cfg.NKeyFile, err)
 		}
 		options = append(options, option)
+	}
+	if cfg.InboxPrefix != "" {
+		options = append(options, nats.CustomInboxPrefix(cfg.InboxPrefix))
 	}
 	if cfg.CAFile != "" {
 		options = append(options, nats.RootCAs(cfg.CAFile))

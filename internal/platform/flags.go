@@ -6,19 +6,21 @@ import "time"
 // by reflection (the tags are kong's).
 type NATSFlags struct {
 	NATS        string        `name:"nats" help:"URL of NATS, several with commas between them. Without it the appender embeds a server, and a projector uses nats://127.0.0.1:4222." placeholder:"URL" env:"PALIMPSEST_NATS"`
+	Context     string        `name:"nats-context" help:"Context of the nats command line, by name or path, in the place of --nats." placeholder:"NAME" env:"PALIMPSEST_NATS_CONTEXT"`
 	Creds       string        `help:"NATS credentials file." placeholder:"FILE" env:"PALIMPSEST_NATS_CREDS"`
 	NKey        string        `name:"nkey" help:"File with an nkey seed." placeholder:"FILE" env:"PALIMPSEST_NATS_NKEY"`
 	TLSCA       string        `name:"tls-ca" help:"PEM file with the authorities that may sign the server's certificate." placeholder:"FILE"`
 	TLSCert     string        `name:"tls-cert" help:"PEM file with the client's certificate." placeholder:"FILE"`
 	TLSKey      string        `name:"tls-key" help:"PEM file with the client's key." placeholder:"FILE"`
+	InboxPrefix string        `help:"Beginning of the subjects on which answers come; permissions may ask for one of its own for each role." placeholder:"SUBJECT" env:"PALIMPSEST_NATS_INBOX_PREFIX"`
 	ConnectWait time.Duration `help:"How long to try to connect at start." default:"10s"`
 }
 
 // Config returns the connection that the flags describe.
 func (f NATSFlags) Config(name string) ConnConfig {
 	return ConnConfig{
-		URL: f.NATS, Name: name, CredsFile: f.Creds, NKeyFile: f.NKey,
-		CAFile: f.TLSCA, CertFile: f.TLSCert, KeyFile: f.TLSKey, ConnectWait: f.ConnectWait,
+		URL: f.NATS, Context: f.Context, Name: name, CredsFile: f.Creds, NKeyFile: f.NKey,
+		CAFile: f.TLSCA, CertFile: f.TLSCert, KeyFile: f.TLSKey, InboxPrefix: f.InboxPrefix, ConnectWait: f.ConnectWait,
 	}
 }
 

@@ -3,24 +3,16 @@ package platform
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
 	"sync"
+	"sync/atomic"
 	"time"
-)
-
-// Limits of every HTTP server of the process.
-//
-// There is no WriteTimeout and no ReadTimeout: an answer may wait for as long as a long poll or an event stream
-// asks for, and a request may carry a body that takes its time. Handlers bound both for themselves; a peer that
-// does not get its header across, or sits idle, is bounded here.
-const (
-	readHeaderTimeout = 10 * time.Second
-	idleTimeout       = 2 * time.Minute
-	maxHeaderBytes    = 64 << 10
 )
 
 // HTTPConfig describes an HTTP server.
@@ -31,8 +23,21 @@ type HTTPConfig struct {
 	// so that long polls end at once: a handler whose work must not be cut short (it has a few seconds) uses
 	// context.WithoutCancel. Required.
 	Handler http.Handler
-	// CertFile and KeyFile are PEM files that turn on TLS; both or neither. Defaults to none: plain HTTP.
+	// CertFile and KeyFile are PEM files that turn on TLS, 1.2 at least; both or neither. Defaults to none: plain HTTP.
 	CertFile, KeyFile string
+	// ClientCAFile is a PEM file with the authorities of client certificates; every client must then have one. It
+	// needs CertFile. Defaults to none: clients need no certificate.
+	ClientCAFile string
+	// HeaderTimeout is how long a client may take to send a request's header. Defaults to 10 s. There is no such
+	// bound for bodies here, since they may take their time: handlers bound them.
+	HeaderTimeout time.Duration
+	// WriteTimeout is how long an answer may take from the request's header on. A handler that answers later, or at
+	// length, moves its deadline as it goes (http.ResponseController). Defaults to 2 min.
+	WriteTimeout time.Duration
+	// IdleTimeout is how long a connection may wait for its next request. Defaults to 2 min.
+	IdleTimeout time.Duration
+	// MaxHeaderBytes bounds a request's header. Defaults to 64 KiB.
+	MaxHeaderBytes int
 	// DrainTimeout bounds how long Stop waits for requests in flight before it cuts their connections. Defaults to
 	// 15 s; the context of Stop can shorten it.
 	DrainTimeout time.Duration
@@ -41,8 +46,16 @@ type HTTPConfig struct {
 }
 
 func (c HTTPConfig) withDefaults() HTTPConfig {
-	if c.DrainTimeout == 0 {
-		c.DrainTimeout = 15 * time.Second
+	for _, d := range []struct {
+		of    *time.Duration
+		value time.Duration
+	}{{&c.DrainTimeout, 15 * time.Second}, {&c.HeaderTimeout, 10 * time.Second}, {&c.WriteTimeout, 2 * time.Minute}, {&c.IdleTimeout, 2 * time.Minute}} {
+		if *d.of == 0 {
+			*d.of = d.value
+		}
+	}
+	if c.MaxHeaderBytes == 0 {
+		c.MaxHeaderBytes = 64 << 10
 	}
 	if c.Logger == nil {
 		c.Logger = slog.Default()
@@ -62,8 +75,19 @@ func (c HTTPConfig) Validate() error {
 	if (c.CertFile == "") != (c.KeyFile == "") {
 		errs = append(errs, fmt.Errorf("HTTP TLS has certificate %q and key %q, expected both or neither; give the missing file", c.CertFile, c.KeyFile))
 	}
-	if c.DrainTimeout < 0 {
-		errs = append(errs, fmt.Errorf("HTTP drain timeout is %s, expected a positive duration", c.DrainTimeout))
+	if c.ClientCAFile != "" && c.CertFile == "" {
+		errs = append(errs, fmt.Errorf("HTTP client authorities %s need TLS; give a certificate and its key", c.ClientCAFile))
+	}
+	for _, d := range []struct {
+		name  string
+		value time.Duration
+	}{{"drain", c.DrainTimeout}, {"header", c.HeaderTimeout}, {"write", c.WriteTimeout}, {"idle", c.IdleTimeout}} {
+		if d.value < 0 {
+			errs = append(errs, fmt.Errorf("HTTP %s timeout is %s, expected a positive duration", d.name, d.value))
+		}
+	}
+	if c.MaxHeaderBytes < 0 {
+		errs = append(errs, fmt.Errorf("HTTP header limit is %d bytes, expected a positive number", c.MaxHeaderBytes))
 	}
 	return errors.Join(errs...)
 }
@@ -73,6 +97,7 @@ type HTTPServer struct {
 	cfg    HTTPConfig
 	srv    *http.Server
 	runner *Runner
+	tls    atomic.Pointer[tls.Config] // what the files said when they were read last
 
 	mu   sync.Mutex // guards addr
 	addr net.Addr   // nil until the listener is open
@@ -86,9 +111,10 @@ func Serve(cfg HTTPConfig) *HTTPServer {
 	base, cancel := context.WithCancelCause(context.Background())
 	h.srv = &http.Server{
 		Handler:           h.cfg.Handler,
-		ReadHeaderTimeout: readHeaderTimeout,
-		IdleTimeout:       idleTimeout,
-		MaxHeaderBytes:    maxHeaderBytes,
+		ReadHeaderTimeout: h.cfg.HeaderTimeout,
+		WriteTimeout:      h.cfg.WriteTimeout,
+		IdleTimeout:       h.cfg.IdleTimeout,
+		MaxHeaderBytes:    h.cfg.MaxHeaderBytes,
 		BaseContext:       func(net.Listener) context.Context { return base },
 		ErrorLog:          slog.NewLogLogger(h.cfg.Logger.Handler(), slog.LevelWarn),
 	}
@@ -106,11 +132,11 @@ func (h *HTTPServer) serve(ctx context.Context, ready func()) error {
 		return err
 	}
 	if h.cfg.CertFile != "" { // before the listener, so that a bad file fails Start
-		pair, err := tls.LoadX509KeyPair(h.cfg.CertFile, h.cfg.KeyFile)
-		if err != nil {
-			return fmt.Errorf("HTTP TLS certificate %s with key %s: %w; give two PEM files that belong together", h.cfg.CertFile, h.cfg.KeyFile, err)
+		if err := h.ReloadTLS(); err != nil {
+			return err
 		}
-		h.srv.TLSConfig = &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12}
+		h.srv.TLSConfig = &tls.Config{MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"},
+			GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) { return h.tls.Load(), nil }}
 	}
 	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", h.cfg.Listen)
 	if err != nil {
@@ -144,6 +170,39 @@ func (h *HTTPServer) serve(ctx context.Context, ready func()) error {
 	}
 	<-served // ErrServerClosed, since Shutdown was called
 	return err
+}
+
+// TLSFiles are the files that ReloadTLS reads, none without TLS.
+func (h *HTTPServer) TLSFiles() []string {
+	var out []string
+	for _, f := range []string{h.cfg.CertFile, h.cfg.KeyFile, h.cfg.ClientCAFile} {
+		if f != "" {
+			out = append(out, f)
+		}
+	}
+	return out
+}
+
+// ReloadTLS reads the certificate, its key and the client authorities again, for connections from now on. After an
+// error those that were read before stay.
+func (h *HTTPServer) ReloadTLS() error {
+	pair, err := tls.LoadX509KeyPair(h.cfg.CertFile, h.cfg.KeyFile)
+	if err != nil {
+		return fmt.Errorf("HTTP TLS certificate %s with key %s: %w; give two PEM files that belong together", h.cfg.CertFile, h.cfg.KeyFile, err)
+	}
+	cfg := &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"}}
+	if h.cfg.ClientCAFile != "" {
+		pem, err := os.ReadFile(h.cfg.ClientCAFile)
+		if err != nil {
+			return fmt.Errorf("HTTP client authorities: %w", err)
+		}
+		cfg.ClientCAs, cfg.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
+		if !cfg.ClientCAs.AppendCertsFromPEM(pem) {
+			return fmt.Errorf("HTTP client authorities %s: found no certificate, expected PEM", h.cfg.ClientCAFile)
+		}
+	}
+	h.tls.Store(cfg)
+	return nil
 }
 
 // Start opens the listener and returns once connections are accepted.

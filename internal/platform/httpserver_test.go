@@ -195,7 +195,7 @@ func TestHTTPRefusesAHeaderThatIsTooLarge(t *testing.T) {
 		t.Fatal(err)
 	}
 	go func() { // the server may answer and close before it has read everything
-		_, _ = fmt.Fprintf(conn, "GET / HTTP/1.1\r\nHost: x\r\nX-Long: %s\r\n\r\n", strings.Repeat("a", 2*maxHeaderBytes))
+		_, _ = fmt.Fprintf(conn, "GET / HTTP/1.1\r\nHost: x\r\nX-Long: %s\r\n\r\n", strings.Repeat("a", 2*(64<<10)))
 	}()
 	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
 	if err != nil {

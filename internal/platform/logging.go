@@ -67,9 +67,9 @@ func NewLogger(cfg LogConfig) (*slog.Logger, error) {
 	cfg = cfg.withDefaults()
 	options := &slog.HandlerOptions{Level: logLevels[cfg.Level]}
 	if cfg.Format == "json" {
-		return slog.New(slog.NewJSONHandler(cfg.Output, options)), nil
+		return slog.New(traceHandler{slog.NewJSONHandler(cfg.Output, options)}), nil
 	}
-	return slog.New(slog.NewTextHandler(cfg.Output, options)), nil
+	return slog.New(traceHandler{slog.NewTextHandler(cfg.Output, options)}), nil
 }
 
 // SetupLogging makes the logger that cfg describes the process's default, which also takes what packages write

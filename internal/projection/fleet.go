@@ -567,6 +567,11 @@ type FleetPage struct {
 // refresh. A session is listed once it has a header. A session that was there all the time is
 // on exactly one page, whatever comes meanwhile.
 func (f *Fleet) List(ctx context.Context, ff FleetFilter, after string, limit int) (*FleetPage, error) {
+	return f.ListWhere(ctx, ff, after, limit, nil)
+}
+
+// ListWhere is List of those ids that keep accepts, nil for all. No cursor names another.
+func (f *Fleet) ListWhere(ctx context.Context, ff FleetFilter, after string, limit int, keep func(id string) bool) (*FleetPage, error) {
 	if err := f.Refresh(ctx); err != nil {
 		return nil, err
 	}
@@ -575,7 +580,7 @@ func (f *Fleet) List(ctx context.Context, ff FleetFilter, after string, limit in
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	f.byID.Ascend(&fleetRow{id: after}, func(r *fleetRow) bool {
-		if !r.header || r.id == after || !match(r) {
+		if !r.header || r.id == after || !match(r) || keep != nil && !keep(r.id) {
 			return true
 		}
 		if len(page.Rows) == limit {

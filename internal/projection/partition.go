@@ -15,6 +15,7 @@ import (
 	"palimpsest/internal/journal"
 	"palimpsest/internal/session"
 	"palimpsest/internal/snapshot"
+	"palimpsest/internal/telemetry"
 )
 
 const (
@@ -83,6 +84,7 @@ type entry struct {
 	first   uint64    // stream sequence of the first commit that no flush took
 	pending int       // events that no flush took
 	bytes   int       // of their commits' bodies
+	traces  telemetry.Commits
 
 	// mending says that the log is folded anew over a damaged snapshot: to its end before
 	// anything is written, so that no head goes back, and then pages are written over.
@@ -555,6 +557,7 @@ func (p *partition) foldOne(ctx context.Context, e *entry, c *events.Commit) err
 	e.pending += int(e.snap.Next - next)
 	e.bytes += len(c.Body)
 	p.unflushed += len(c.Body)
+	p.w.cfg.Telemetry.Note(&e.traces, c)
 	if e.mending {
 		return nil // a head at less than the log's end would go back
 	}
@@ -685,11 +688,13 @@ func (p *partition) flush(ctx context.Context, e *entry) {
 	e.since, e.first, e.pending, e.bytes = time.Time{}, 0, 0, 0
 	p.account(e)
 	rev, news := e.rev, e.tell(f)
+	traced := p.w.cfg.Telemetry.Flush(ctx, e.session, f.Seq, &e.traces)
 	p.w.running.Add(1)
 	go func() {
 		defer p.w.running.Done()
 		r := result{e: e, seq: f.Seq, news: news, trash: f.Unreferenced}
 		r.rev, r.err = p.write(ctx, f, rev)
+		traced(r.err)
 		<-p.w.writes
 		p.written <- r
 	}()

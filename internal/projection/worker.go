@@ -20,6 +20,7 @@ import (
 	"palimpsest/internal/journal"
 	"palimpsest/internal/snapshot"
 	"palimpsest/internal/surface"
+	"palimpsest/internal/telemetry"
 )
 
 // Config is how a worker projects.
@@ -67,6 +68,8 @@ type Config struct {
 	Freeze bool
 	// Quiet announces no flushes to those who watch: for snapshots that do not serve.
 	Quiet bool
+	// Telemetry makes spans of flushes. Defaults to nil: none.
+	Telemetry *telemetry.Telemetry
 	// Logger hears of trouble. Defaults to slog.Default().
 	Logger *slog.Logger
 	// Signals lets a test wait for things to happen. All are nil in production.

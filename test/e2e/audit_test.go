@@ -129,7 +129,7 @@ func TestCheckpointsAreSignedByTheProgram(t *testing.T) {
 	}
 	run(t, 1, "appender", "keygen", seed)
 	main := harness.Appender{}.Start(t)
-	signer := harness.Appender{NATS: main.NATS, More: []string{"--attest-key", seed, "--attest-every", "100ms"}}.Start(t)
+	signer := harness.Appender{NATS: main.NATS, Args: []string{"--attest-key", seed, "--attest-every", "100ms"}}.Start(t)
 	mustAppend(t, main.Client(), "signed", notes("one"))
 	verify := func(want string) error {
 		got := run(t, 0, "projector", "verify", "--nats", main.NATS, "--log-only", "--all", "--trusted-key", key)

@@ -41,12 +41,12 @@ type Process struct {
 // server, else it runs an embedded one on NATSListen with its store in Data.
 type Appender struct {
 	NATS       string
-	Data       string // Defaults to a folder that goes with the test
-	Listen     string // Defaults to 127.0.0.1:0
-	NATSListen string // Defaults to 127.0.0.1:0
-	Invariants string // Defaults to the program's own default
-	Replicas   int    // Defaults to the program's own default
-	More       []string
+	Data       string   // Defaults to a folder that goes with the test
+	Listen     string   // Defaults to 127.0.0.1:0
+	NATSListen string   // Defaults to 127.0.0.1:0
+	Invariants string   // Defaults to the program's own default
+	Replicas   int      // Defaults to the program's own default
+	Args       []string // more of them
 }
 
 // Start runs the appender until the test ends and waits until it is ready.
@@ -68,8 +68,7 @@ func (a Appender) Start(t testing.TB) *Process {
 	if a.Invariants != "" {
 		args = append(args, "--invariants", a.Invariants)
 	}
-	args = append(args, a.More...)
-	return start(t, "appender", args...)
+	return start(t, "appender", append(args, a.Args...)...)
 }
 
 // Projector says how to start `projector serve`.
@@ -272,6 +271,9 @@ func (p *Process) RSS() (int, bool) {
 
 // Stdout is what the process has written to its standard output so far.
 func (p *Process) Stdout() string { return p.stdout.String() }
+
+// Stderr is what the process has logged so far.
+func (p *Process) Stderr() string { return p.stderr.String() }
 
 // troubles are what no program may ever log.
 var troubles = []string{"WARNING: DATA RACE", "panic: ", "panic serving", "fatal error: "}

@@ -1,0 +1,47 @@
+package main
+
+import (
+	"context"
+	"os"
+
+	"palimpsest/internal/doctor"
+	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
+	"palimpsest/internal/platform"
+	"palimpsest/internal/snapshot"
+)
+
+type doctorCmd struct {
+	storeFlags
+	JSON bool `name:"json" help:"Print the findings as JSON."`
+}
+
+func (c *doctorCmd) Run(ctx context.Context) error {
+	vocabulary, err := events.NewVocabulary(splitList(c.EventTypes)...)
+	if err != nil {
+		return err
+	}
+	cc := c.NATSFlags.Config("palimpsest-doctor")
+	var disk []doctor.Finding
+	if cc.URL == "" && cc.Context == "" { // the embedded server of an appender that runs
+		cc.URL = "nats://127.0.0.1:4222"
+		disk = append(disk, doctor.Disk(c.Data))
+	}
+	nc, err := platform.Connect(ctx, cc)
+	if err != nil {
+		return err
+	}
+	defer nc.Close()
+	fs, err := doctor.Run(ctx, nc, doctor.Config{Role: doctor.Appender, Vocabulary: vocabulary, Buckets: []string{snapshot.Bucket}, Journal: journal.Config{Partitions: c.Partitions}})
+	if err != nil {
+		return err
+	}
+	fs = append(fs, disk...)
+	if err := doctor.Print(os.Stdout, fs, c.JSON); err != nil {
+		return err
+	}
+	if doctor.Worst(fs) == doctor.Fail {
+		return &platform.ExitError{Code: platform.ExitFailed}
+	}
+	return nil
+}

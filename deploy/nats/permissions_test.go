@@ -1,0 +1,270 @@
+// Package nats_test runs what each role does against a server with the permissions that are
+// delivered, and tries what it must not be able to do.
+package nats_test
+
+import (
+	"fmt"
+	"io"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+	"github.com/nats-io/nats.go"
+	"go.uber.org/goleak"
+
+	"palimpsest/internal/api"
+	"palimpsest/internal/appender"
+	"palimpsest/internal/audit"
+	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
+	"palimpsest/internal/journal/journaltest"
+	"palimpsest/internal/projection"
+	"palimpsest/internal/snapshot"
+)
+
+func TestMain(m *testing.M) {
+	slog.SetDefault(slog.New(slog.DiscardHandler))
+	goleak.VerifyTestMain(m)
+}
+
+// start runs a server with the configuration that is delivered, on a free port.
+func start(t *testing.T) string {
+	t.Helper()
+	for _, role := range []string{"APPENDER", "PROJECTOR", "READER"} {
+		t.Setenv(role+"_PASSWORD", "secret-"+strings.ToLower(role))
+	}
+	t.Setenv("SERVER_NAME", "one")
+	opts, err := server.ProcessConfigFile("server.conf")
+	if err != nil {
+		t.Fatal(err)
+	}
+	opts.Host, opts.Port, opts.HTTPPort, opts.StoreDir = "127.0.0.1", server.RANDOM_PORT, 0, t.TempDir()
+	opts.NoSigs, opts.NoLog = true, true
+	ns, err := server.NewServer(opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ns.Start()
+	t.Cleanup(func() {
+		ns.Shutdown()
+		ns.WaitForShutdown()
+	})
+	if !ns.ReadyForConnections(journaltest.Deadline) {
+		t.Fatal("the server does not accept connections")
+	}
+	return ns.ClientURL()
+}
+
+// user is a connection of one role, with what it was refused.
+type user struct {
+	*nats.Conn
+	mu       sync.Mutex // guards refusals
+	refusals []string
+}
+
+func connect(t *testing.T, url, role string) *user {
+	t.Helper()
+	u := &user{}
+	nc, err := nats.Connect(url, nats.UserInfo(role, "secret-"+role), nats.CustomInboxPrefix("_INBOX_"+role), nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) {
+		u.mu.Lock()
+		defer u.mu.Unlock()
+		u.refusals = append(u.refusals, err.Error())
+	}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	u.Conn = nc
+	t.Cleanup(nc.Close)
+	return u
+}
+
+// said is what was refused since the last call. Refusals come in order, so that one that is
+// provoked is behind all others.
+func (u *user) said(t *testing.T) []string {
+	t.Helper()
+	const marker = "nobody.may.publish.this"
+	if err := u.Publish(marker, nil); err != nil {
+		t.Fatal(err)
+	}
+	var out []string
+	journaltest.Eventually(t, "the refusal of the marker", func() bool {
+		u.mu.Lock()
+		defer u.mu.Unlock()
+		n := len(u.refusals)
+		if n == 0 || !strings.Contains(u.refusals[n-1], marker) {
+			return false
+		}
+		out, u.refusals = u.refusals[:n-1], nil
+		return true
+	})
+	return out
+}
+
+func (u *user) open(t *testing.T) (*journal.Journal, *journal.Headers) {
+	t.Helper()
+	ctx := journaltest.Context(t)
+	v, err := events.NewVocabulary()
+	if err != nil {
+		t.Fatal(err)
+	}
+	j, err := journal.Open(ctx, journal.Conns{Publish: []*nats.Conn{u.Conn}, Read: u.Conn}, journal.Config{Partitions: 2, ReadTimeout: 2 * time.Second}, v)
+	if err != nil {
+		t.Fatal(err, u.said(t))
+	}
+	h, err := j.OpenHeaders(ctx)
+	if err != nil {
+		t.Fatal(err, u.said(t))
+	}
+	return j, h
+}
+
+const userEvent = `{"type":"user/message","surfaceOp":"append","data":{"id":"m","role":"user","content":[{"type":"text","text":"x"}],"source":{"kind":"user"}}}`
+
+// must fails when an operation did, with what the server refused.
+func must(t *testing.T, u *user, what string, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatalf("%s: %v; refused: %v", what, err, u.said(t))
+	}
+}
+
+func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
+	url := start(t)
+	ctx := journaltest.Context(t)
+	w := connect(t, url, "appender")
+	p := connect(t, url, "projector")
+	r := connect(t, url, "reader")
+
+	// The appender: it creates what is not there, appends, forks, repairs, and answers over NATS.
+	log, headers := w.open(t)
+	snaps, err := snapshot.Open(ctx, log.JetStream(), 1)
+	must(t, w, "snapshots", err)
+	a := appender.New(log, headers, snaps, appender.Config{})
+	stop, err := a.Listen()
+	must(t, w, "contention", err)
+	services := api.NewAppenderServices(w.Conn, a, api.ServiceConfig{})
+	must(t, w, "services", services.Start(ctx))
+	for i := range 3 {
+		_, err = a.Append(ctx, appender.Request{Session: "s", Events: [][]byte{[]byte(userEvent)}})
+		must(t, w, fmt.Sprintf("append %d", i), err)
+	}
+	_, err = a.Append(ctx, appender.Request{Session: "s", Events: [][]byte{[]byte(`{"type":"turn/start","data":{"turn":1}}`)}})
+	must(t, w, "turn", err)
+	_, err = a.Repair(ctx, "s", "")
+	must(t, w, "repair", err)
+	at := events.Seq(0)
+	_, err = a.Fork(ctx, appender.ForkRequest{Parent: "s", ID: "c", At: &at})
+	must(t, w, "fork", err)
+	must(t, w, "contended", w.Publish("palimpsest.contended.s", nil))
+
+	// The projector: it projects, serves all reads, and records them.
+	plog, pheaders := p.open(t)
+	buckets, err := projection.OpenBuckets(ctx, plog.JetStream(), 1)
+	must(t, p, "buckets", err)
+	heads := projection.NewHeads()
+	worker := projection.NewWorker(plog, buckets, heads, projection.Config{})
+	must(t, p, "worker", worker.Start(ctx))
+	access := api.NewAccessLog(plog.JetStream(), api.AccessConfig{})
+	must(t, p, "access log", access.Start(ctx))
+	read(t, p, plog, pheaders, buckets, heads)
+	journaltest.Eventually(t, "the checkpoints", func() bool {
+		for _, st := range worker.Status(ctx) {
+			if st.Lag == nil || *st.Lag > 0 {
+				return false
+			}
+		}
+		return true
+	})
+	must(t, p, "end of the worker", worker.Stop(ctx))
+	must(t, p, "end of the access log", access.Stop(ctx))
+
+	// The reader: the same reads without a worker, and a request to a service.
+	rlog, rheaders := r.open(t)
+	rbuckets, err := projection.OpenBuckets(ctx, rlog.JetStream(), 1)
+	must(t, r, "buckets", err)
+	read(t, r, rlog, rheaders, rbuckets, projection.NewHeads())
+	_, err = r.RequestWithContext(ctx, "palimpsest.status.s", nil)
+	must(t, r, "status over NATS", err)
+
+	stop()
+	must(t, w, "end of the services", services.Stop(ctx))
+	must(t, w, "end of the appender", a.Close(ctx))
+	for role, u := range map[string]*user{"appender": w, "projector": p, "reader": r} {
+		for _, refusal := range u.said(t) {
+			t.Errorf("%s was refused in its work: %s", role, refusal)
+		}
+	}
+
+	// What nobody may: change or delete the log but by appending, listen to the answers of others.
+	nobody := []string{
+		"$JS.API.STREAM.DELETE.SESSIONS", "$JS.API.STREAM.PURGE.SESSIONS", "$JS.API.STREAM.MSG.DELETE.SESSIONS", "$JS.API.STREAM.DELETE.KV_SURFACES",
+		"$JS.API.STREAM.NAMES", "$JS.API.CONSUMER.NAMES.SESSIONS", "$JS.API.STREAM.CREATE.OTHER", "$JS.API.STREAM.SNAPSHOT.SESSIONS", "$JS.API.STREAM.RESTORE.SESSIONS",
+		"$JS.API.STREAM.UPDATE.KV_HEADERS", "other", "$SYS.REQ.SERVER.PING", "_INBOX.x",
+	}
+	for role, c := range map[string]struct {
+		*user
+		publish, subscribe []string
+	}{
+		"appender":  {w, []string{"$KV.SURFACES.s", "$KV.CHECKPOINTS.p0", "$KV.QUARANTINE.s", "$KV.WORKERS.lease.0", "access.list", "palimpsest.delta.s", "$JS.API.CONSUMER.CREATE.SESSIONS.x"}, []string{"sessions.>", "$KV.>", "palimpsest.delta.*", ">"}},
+		"projector": {p, []string{"sessions.0.s", "$KV.HEADERS.s", "palimpsest.append.s", "palimpsest.repair.s"}, []string{"sessions.>", "palimpsest.append.*", ">"}},
+		"reader":    {r, []string{"sessions.0.s", "$KV.HEADERS.s", "$KV.SURFACES.s", "$KV.WORKERS.lease.0", "palimpsest.append.s", "palimpsest.create.s", "palimpsest.delta.s", "$JS.API.STREAM.UPDATE.SESSIONS", "access.list"}, []string{"sessions.>", "palimpsest.messages.*", "$SRV.>", ">"}},
+	} {
+		for _, subject := range append(c.publish, nobody...) {
+			must(t, c.user, subject, c.Publish(subject, nil))
+			if said := c.said(t); len(said) != 1 || !strings.Contains(strings.ToLower(said[0]), "permissions violation for publish") {
+				t.Errorf("%s published to %s: refusals %v", role, subject, said)
+			}
+		}
+		others := []string{"_INBOX.>"}
+		for _, other := range []string{"appender", "projector", "reader"} {
+			if other != role {
+				others = append(others, "_INBOX_"+other+".>")
+			}
+		}
+		for _, subject := range append(c.subscribe, others...) {
+			sub, err := c.SubscribeSync(subject)
+			must(t, c.user, subject, err)
+			if said := c.said(t); len(said) != 1 || !strings.Contains(strings.ToLower(said[0]), "permissions violation for subscription") {
+				t.Errorf("%s subscribed to %s: refusals %v", role, subject, said)
+			}
+			_ = sub.Unsubscribe() // was refused
+		}
+	}
+}
+
+// read reads in every way that there is.
+func read(t *testing.T, u *user, log *journal.Journal, headers *journal.Headers, buckets *projection.Buckets, heads *projection.Heads) {
+	t.Helper()
+	ctx := journaltest.Context(t)
+	r := projection.NewReader(log, headers, buckets, heads)
+	v, err := r.View(ctx, "s", projection.Want{MinSeq: 4, Timeout: journaltest.Deadline})
+	must(t, u, "view", err)
+	_, err = r.View(ctx, "s", projection.Want{MinSeq: events.NoSeq, Fresh: true})
+	must(t, u, "fresh view", err)
+	_, err = r.At(ctx, "s", 1)
+	must(t, u, "view of the past", err)
+	must(t, u, "export", r.Export(ctx, "s", io.Discard))
+	fleet := projection.NewFleet(r, projection.FleetConfig{})
+	list, err := fleet.List(ctx, projection.FleetFilter{}, "", 10)
+	must(t, u, "sessions", err)
+	children, err := fleet.List(ctx, projection.FleetFilter{Parent: "s"}, "", 10)
+	must(t, u, "children", err)
+	if len(list.Rows) != 2 || len(children.Rows) != 1 {
+		t.Errorf("found %d sessions and %d children, want 2 and 1", len(list.Rows), len(children.Rows))
+	}
+	_, err = r.Quarantined(ctx)
+	must(t, u, "quarantined", err)
+	watch, err := projection.NewHubs(r, u.Conn).Watch(ctx, "s", v.Last()-2)
+	must(t, u, "watch", err)
+	watch.Close()
+	rep, err := audit.New(log, headers, buckets).All(ctx, audit.Options{Wait: journaltest.Deadline})
+	must(t, u, "verify", err)
+	if !rep.OK() {
+		t.Errorf("findings: %v", rep.Findings)
+	}
+	_, err = u.RequestWithContext(ctx, "$JS.API.INFO", nil)
+	must(t, u, "account info", err)
+}

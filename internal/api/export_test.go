@@ -1,0 +1,14 @@
+package api
+
+import "net/http"
+
+// Routes lists the routes of a handler that was made without an Edge, as "METHOD path".
+func Routes(h http.Handler) []string {
+	var out []string
+	for path, methods := range h.(*router).routes {
+		for method := range methods {
+			out = append(out, method+" "+path)
+		}
+	}
+	return out
+}
