@@ -512,6 +512,9 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 	if v.snap != nil && !v.chained && v.r.Commits == 0 { // no header says which format it is
 		v.snap = snapshot.New(v.id, c.Format, surface.KeepBodies)
 	}
+	if well, err := v.quick(ctx, c); well || err != nil {
+		return err
+	}
 	v.r.Commits++
 	at := func(seq events.Seq) Finding { return Finding{Seq: &seq, StreamSeq: c.StreamSeq} }
 	if c.First != v.next {
@@ -542,10 +545,7 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 			v.find(f)
 			good = false
 		} else {
-			v.lifecycle(e)
-			if e.Type == typeEndSeed && e.Fields().Inherited {
-				v.inherited, v.seed = e.Seq-1, before
-			}
+			v.good(e, before)
 		}
 		v.next++
 	}
@@ -564,16 +564,7 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		v.digest = c.Digest // what follows is judged by itself
 		good = false        // a fold of changed events says nothing about heads
 	}
-	if v.chained {
-		if v.chain = v.chain.NextChain(c); v.chain != c.Chain {
-			f := at(c.Last)
-			f.Check, f.Detail = CheckChain, "id, actor, time, format or seqs of this commit, one before it, or the header were changed"
-			f.Expected, f.Found = v.chain.String(), c.Chain.String()
-			v.find(f)
-			v.chain = c.Chain
-		}
-	}
-	v.attest(c)
+	v.chainOn(c)
 	if v.snap == nil {
 		return nil
 	}
@@ -581,7 +572,7 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		v.snap = nil
 		return nil
 	}
-	bad, err := v.fold(ctx, c)
+	bad, err := v.fold(ctx, c, nil)
 	if err != nil {
 		return err
 	}
@@ -590,6 +581,27 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		v.snap = nil
 	}
 	return nil
+}
+
+// good takes in an event of which nothing bad can be said, behind the digest of the one before.
+func (v *verifier) good(e *events.Event, before events.Digest) {
+	v.lifecycle(e)
+	if e.Type == typeEndSeed && e.Fields().Inherited {
+		v.inherited, v.seed = e.Seq-1, before
+	}
+}
+
+// chainOn checks the commit chain, and what was signed of it.
+func (v *verifier) chainOn(c *events.Commit) {
+	if v.chained {
+		if v.chain = v.chain.NextChain(c); v.chain != c.Chain {
+			last := c.Last
+			v.find(Finding{Check: CheckChain, Seq: &last, StreamSeq: c.StreamSeq, Expected: v.chain.String(), Found: c.Chain.String(),
+				Detail: "id, actor, time, format or seqs of this commit, one before it, or the header were changed"})
+			v.chain = c.Chain
+		}
+	}
+	v.attest(c)
 }
 
 func (v *verifier) broken(c *events.Commit, seq events.Seq, err error) {
@@ -635,8 +647,19 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 		if err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
 			return err
 		}
-		var head *snapshot.Head
+		var want *snapshot.Flush
 		if err == nil {
+			var bad error
+			if want, bad = v.snap.Expect(); bad != nil {
+				v.find(Finding{Check: CheckRule, Detail: bad.Error()})
+				return nil
+			}
+		}
+		var head *snapshot.Head
+		if err == nil && string(kv.Value()) == string(want.Head.Value) { // the usual case: no need to read it
+			head = &snapshot.Head{Seq: v.snap.Last()}
+			v.r.HeadSeq = head.Seq
+		} else if err == nil {
 			if head, err = snapshot.ParseHead(kv.Value(), v.id); err != nil {
 				v.find(Finding{Check: CheckHead, Key: snapshot.HeadKey(v.id), Detail: err.Error()})
 				return nil
@@ -672,7 +695,7 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 				Detail: "the head is ahead of the log: events that were projected are gone from it"})
 			return nil
 		}
-		again, err := v.compare(ctx, kv.Value())
+		again, err := v.compare(ctx, want, kv.Value())
 		if err != nil || !again {
 			return err
 		}
@@ -692,12 +715,7 @@ func (v *verifier) foldOn(ctx context.Context, streamSeq uint64) (more bool, err
 
 // compare compares the stored values with what they should be. again reports that the head
 // moved on while its pages were read.
-func (v *verifier) compare(ctx context.Context, head []byte) (again bool, err error) {
-	want, err := v.snap.Expect()
-	if err != nil {
-		v.find(Finding{Check: CheckRule, Detail: err.Error()})
-		return false, nil
-	}
+func (v *verifier) compare(ctx context.Context, want *snapshot.Flush, head []byte) (again bool, err error) {
 	var found []Finding
 	if d := snapshot.Difference(want.Head.Value, head); d != "" {
 		last := v.snap.Last()

@@ -7,6 +7,7 @@ import (
 	"fmt"
 
 	"palimpsest/internal/events"
+	"palimpsest/internal/session"
 	"palimpsest/internal/snapshot"
 )
 
@@ -23,10 +24,44 @@ func sum(page []byte) pageID { return sha256.Sum256(page) }
 // typeEndSeed closes the inherited part of a fork.
 const typeEndSeed = "session/end-seed"
 
+// quick checks and folds a commit with which nothing is wrong, and reads each event once. It
+// answers false, and has found nothing, when something is: what, is for commit to say.
+func (v *verifier) quick(ctx context.Context, c *events.Commit) (well bool, err error) {
+	if v.snap == nil || c.First != v.next || c.Stray != nil {
+		return false, nil
+	}
+	digest, before := v.digest, make([]events.Digest, 0, min(c.Last-c.First+1, 1024))
+	for line := range c.Lines() {
+		before = append(before, digest)
+		digest = digest.Next(line)
+	}
+	if digest != c.Digest || events.Seq(len(before)) != c.Last-c.First+1 {
+		return false, nil
+	}
+	es := make([]*events.Event, 0, len(before))
+	bad, err := v.fold(ctx, c, func(p *session.Plan) { es = append(es, p.Event) })
+	if bad != nil || err != nil || len(es) != len(before) {
+		return false, err
+	}
+	for _, e := range es {
+		if e.Check(c.Format) != nil {
+			return false, nil
+		}
+	}
+	for i, e := range es {
+		v.good(e, before[i])
+	}
+	v.digest, v.next = digest, c.Last+1
+	v.r.Commits++
+	v.r.Events += int64(len(es))
+	v.chainOn(c)
+	return true, nil
+}
+
 // fold folds a commit. bad says what is wrong with the commit, err is trouble with JetStream.
-func (v *verifier) fold(ctx context.Context, c *events.Commit) (bad, err error) {
+func (v *verifier) fold(ctx context.Context, c *events.Commit, each func(*session.Plan)) (bad, err error) {
 	for {
-		bad = v.snap.Fold(c, v.a.log.Vocabulary(), nil)
+		bad = v.snap.Fold(c, v.a.log.Vocabulary(), each)
 		var missing *snapshot.PagesError
 		if !errors.As(bad, &missing) {
 			break
