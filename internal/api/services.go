@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/micro"
@@ -120,6 +121,10 @@ func (s *Services) Start(context.Context) error {
 	return nil
 }
 
+// flushTime bounds how long Stop waits for the server to confirm that it sends no more requests:
+// it may be gone by then.
+const flushTime = 5 * time.Second
+
 // Stop takes no further requests and waits for those that are being worked on.
 func (s *Services) Stop(ctx context.Context) error {
 	s.mu.Lock()
@@ -134,8 +139,14 @@ func (s *Services) Stop(ctx context.Context) error {
 	}
 	// The subscriptions drain: what they hold already still comes, and is answered.
 	err := svc.Stop()
-	if ferr := s.conn.FlushWithContext(ctx); err == nil {
-		err = ferr
+	if s.conn.IsConnected() {
+		flush, cancel := context.WithTimeout(ctx, flushTime)
+		if ferr := s.conn.FlushWithContext(flush); err == nil {
+			err = ferr
+		}
+		cancel()
+	} else { // nobody is there to hear of it, nor to send more
+		err = nil
 	}
 	s.mu.Lock()
 	var still chan struct{}
