@@ -8,10 +8,10 @@ BENCH    ?= .
 ARGS     ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat soak lint verify clean
+.PHONY: help build demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat soak e2e-scale watch-storm lint verify clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## Build bin/appender and bin/projector
 	$(GO) build -trimpath -o bin/ ./cmd/appender ./cmd/projector
@@ -63,6 +63,12 @@ bench-project-flat: ## Measure the bytes written to KV an event, for sessions of
 
 soak: ## Load real programs, kill the appender again and again, check all (ARGS='-duration 1m')
 	@$(GO) run ./test/soak $(ARGS)
+
+e2e-scale: ## Kill, freeze, add and drain workers, restart servers and clusters under load, in a few minutes
+	PALIMPSEST_LONG=1 $(GO) test -count=1 -v -timeout 20m -run '^TestScale' ./test/e2e
+
+watch-storm: ## Watch sessions that are compacted without end, WATCH_STORM (20) times longer than in the tests
+	WATCH_STORM=$${WATCH_STORM:-20} $(GO) test -count 1 -timeout 40m -v -run TestWatchersOutlastAStorm ./internal/projection
 
 lint: ## Check formatting, go vet, staticcheck
 	@unformatted=$$(gofmt -l .); \

@@ -33,6 +33,12 @@
 // the epoch and the seq of each append, and is refused with [ErrFenced] from the moment on at
 // which somebody else takes over.
 //
+// # Following
+//
+// [Session.Watch] gives each change of a session's surface, [Client.Feed] each session that goes
+// on. Both are loops that end when they are left or their context does, and resume by
+// themselves when a connection breaks.
+//
 // # Errors
 //
 // Every error of this package is an [*Error], with the fields of the problem document that the

@@ -119,6 +119,9 @@ var (
 	ErrNotProjected error = &Error{Code: "not-yet-projected"}
 	// ErrQuarantined: the session's log holds what cannot be folded; its projection stands still.
 	ErrQuarantined error = &Error{Code: "session-quarantined"}
+	// ErrLogRewound: the log lost its end in a power cut, and what a watch told of it is gone.
+	// Read the surface again, and watch from its seq.
+	ErrLogRewound error = &Error{Code: "log-rewound"}
 	// ErrOutcomeUnknown: what was asked for may have been stored or not.
 	ErrOutcomeUnknown error = &Error{Code: codeOutcomeUnknown}
 	// ErrOverloaded: too much is waiting, for longer than the retry budget. Nothing was stored.

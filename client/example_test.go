@@ -210,3 +210,68 @@ func ExampleSession_Fork() {
 	// {"type":"todo/write","seq":0,"time":1767225600000,"data":["think"]}
 	// {"type":"session/end-seed","seq":1,"time":1767225600000,"data":{"inherited":true}}
 }
+
+// A watch rebuilds a surface from its changes, over however many connections.
+func ExampleSession_Watch() {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	c, err := client.New(client.Config{AppenderURL: appenderURL, ProjectorURL: projectorURL})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer c.CloseIdleConnections()
+
+	s := c.Session(client.NewID())
+	if _, err := s.Append(ctx, []client.Event{say("one"), say("two"), say("three")}); err != nil {
+		log.Fatal(err)
+	}
+	if _, err := s.Compact(ctx, client.Compaction{Start: 0, End: 1, Summary: "They counted."}); err != nil {
+		log.Fatal(err)
+	}
+	var surface []client.Seq
+	for delta, err := range s.Watch(ctx, client.NoSeq) {
+		if err != nil {
+			log.Fatal(err)
+		}
+		if surface, err = delta.Apply(surface); err != nil {
+			log.Fatal(err)
+		}
+		fmt.Println(delta.Seq, delta.Type, delta.Shadowed, surface)
+		if delta.Replaces { // all that this example waits for
+			break
+		}
+	}
+	// Output:
+	// 0 user/message [] [0]
+	// 1 user/message [] [0 1]
+	// 2 user/message [] [0 1 2]
+	// 5 user/message [0 1] [5 2]
+}
+
+// A feed tells of every session that goes on; with options, of those that are picked.
+func ExampleClient_Feed() {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	c, err := client.New(client.Config{AppenderURL: appenderURL, ProjectorURL: projectorURL})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer c.CloseIdleConnections()
+
+	parent, id := client.NewID(), client.NewID()
+	if _, err := c.Session(id).Create(ctx, map[string]any{"parentSession": parent}); err != nil {
+		log.Fatal(err)
+	}
+	if _, err := c.Session(id).Append(ctx, []client.Event{{Type: "turn/start", Data: map[string]int{"turn": 1}}}); err != nil {
+		log.Fatal(err)
+	}
+	for change, err := range c.Feed(ctx, 0, client.Parent(parent), client.InState(client.Open)) {
+		if err != nil {
+			log.Fatal(err)
+		}
+		fmt.Println(change.State, "at seq", change.Seq, "in turn", *change.OpenTurn)
+		break // a program that goes on keeps change.Rev, to resume there
+	}
+	// Output:
+	// open at seq 0 in turn 1
+}

@@ -112,7 +112,7 @@ func handlers(ctx context.Context, conns *platform.Conns) (services, *projection
 	}
 	a := appender.New(j, headers, snaps, appender.Config{Invariants: lifecycle.Off})
 	heads := projection.NewHeads()
-	worker := projection.NewWorker(j, buckets, heads, projection.Config{})
+	worker := projection.NewWorker(j, buckets, heads, projection.Config{Unleased: true})
 	reader := projection.NewReader(j, headers, buckets, heads)
 	return services{
 		appender:  api.NewAppender(a, api.AppenderConfig{}),

@@ -42,6 +42,26 @@ func Timeout(d time.Duration) ReadOption {
 // Fresh reads as new as the log is, projected or not. It costs the projector more.
 func Fresh() ReadOption { return func(o *readOpts) { o.query.Set("fresh", "true") } }
 
+// At reads as of the event with that seq, whatever came later. Not together with MinSeq and Fresh.
+func At(seq Seq) ReadOption {
+	return func(o *readOpts) { o.query.Set("at", strconv.FormatInt(int64(seq), 10)) }
+}
+
+// Provider is whose API messages are to be sent to.
+type Provider string
+
+// The providers.
+const (
+	OpenAI    Provider = "openai"
+	Anthropic Provider = "anthropic"
+)
+
+// Format reads the messages in the form that a provider's API takes, with a report of all that
+// is not there as it is in the log. Messages takes it, Surface does not.
+func Format(p Provider) ReadOption {
+	return func(o *readOpts) { o.query.Set("format", string(p)) }
+}
+
 // get is a request to the projector about the session.
 func (s *Session) get(call string, q url.Values) *request {
 	return &request{base: s.c.projector, method: http.MethodGet, path: s.path(call), query: q, session: s.id}
@@ -69,6 +89,33 @@ type Quarantine struct {
 	Detail    string `json:"detail"`
 	StreamSeq uint64 `json:"streamSeq"` // JetStream's number of the message that holds it
 	Time      int64  `json:"time"`      // Unix milliseconds
+	// Skipped is set when an operator decided to leave the session as it is.
+	Skipped *Skipped `json:"skipped"`
+}
+
+// Skipped is who decided to leave a session in quarantine, and why.
+type Skipped struct {
+	By     string `json:"by"`
+	Reason string `json:"reason"`
+	Time   int64  `json:"time"` // Unix milliseconds
+}
+
+// Unpaired is a tool call on the list without a result, or a result without a call.
+type Unpaired struct {
+	Kind   string `json:"kind"` // call or result
+	CallID string `json:"callId"`
+	Seq    Seq    `json:"seq"`   // of the message that holds it
+	Index  int    `json:"index"` // of that message in the list
+}
+
+// Note is one thing that a rendering for a provider had to change.
+type Note struct {
+	Seq    Seq    `json:"seq"`   // of the message
+	Index  int    `json:"index"` // of the message on the list before it was rendered
+	Block  *int   `json:"block"` // in the message's content; nil for all of it
+	What   string `json:"what"`  // such as text, tool-call.id, user/message
+	Action string `json:"action"`
+	Detail string `json:"detail"`
 }
 
 // Messages is the message list that the model should see.
@@ -81,6 +128,13 @@ type Messages struct {
 	// Quarantine is set when the log holds something that cannot be folded; the list is then
 	// that of the events before it.
 	Quarantine *Quarantine `json:"quarantine"`
+	// Unpaired are the tool calls without a result and the results without a call. Without
+	// Format alone: a Format pairs them, and its Report says how.
+	Unpaired []Unpaired `json:"unpaired"`
+	// System, with Format(Anthropic) alone, is what the parameter of that name takes; nil for nothing.
+	System json.RawMessage `json:"system"`
+	// Report, with Format alone, is what of the messages is not there as it is in the log.
+	Report []Note `json:"report"`
 }
 
 func (r *Messages) validate(session string) error { return isView(r.Session, session, r.Messages) }
@@ -267,12 +321,6 @@ func Parent(id string) ListOption { return func(q url.Values) { q.Set("parent", 
 // ListPageSize is how many sessions one request asks for, from 1 to 1000. Defaults to 100.
 func ListPageSize(n int) ListOption { return func(q url.Values) { q.Set("limit", strconv.Itoa(n)) } }
 
-// SessionInfo is one entry of the list of sessions.
-type SessionInfo struct {
-	Session string          `json:"session"`
-	Header  json.RawMessage `json:"header"`
-}
-
 type list struct {
 	Sessions []SessionInfo `json:"sessions"`
 	Cursor   string        `json:"cursor"`
@@ -286,7 +334,7 @@ func (l *list) validate(string) error {
 }
 
 // Sessions lists sessions in the order of their ids. It reads page by page and ends after the
-// first error. Takes Parent and ListPageSize.
+// first error. Takes InState, Since, Agent, Parent and ListPageSize.
 func (c *Client) Sessions(ctx context.Context, opts ...ListOption) iter.Seq2[SessionInfo, error] {
 	return func(yield func(SessionInfo, error) bool) {
 		q := url.Values{}

@@ -37,11 +37,20 @@ type store struct {
 // open connects to NATS, or starts the embedded server on listen and connects to that. What
 // was opened is added to the group, to be stopped with it.
 func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.Group) (*store, error) {
-	vocabulary, err := events.NewVocabulary(splitList(f.EventTypes)...)
+	if _, err := events.NewVocabulary(splitList(f.EventTypes)...); err != nil { // before anything starts
+		return nil, err
+	}
+	s, err := f.connect(ctx, name, listen, g)
 	if err != nil {
 		return nil, err
 	}
+	return s, f.bind(ctx, s)
+}
+
+// connect is the first half of open: it looks at nothing that is stored.
+func (f storeFlags) connect(ctx context.Context, name, listen string, g *platform.Group) (*store, error) {
 	s := &store{url: f.NATS}
+	var err error
 	if f.NATS == "" {
 		s.server, err = platform.StartServer(platform.EmbedConfig{DataDir: f.Data, Listen: listen, Durability: platform.Durability(f.Durability)})
 		if err != nil {
@@ -56,14 +65,23 @@ func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.G
 		return nil, err
 	}
 	g.Add("nats", platform.StopFunc(s.disconnect))
+	return s, nil
+}
+
+// bind is the second half of open: the log and the buckets.
+func (f storeFlags) bind(ctx context.Context, s *store) error {
+	vocabulary, err := events.NewVocabulary(splitList(f.EventTypes)...)
+	if err != nil {
+		return err
+	}
 	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
-		return nil, err
+		return err
 	}
 	if s.headers, err = s.journal.OpenHeaders(ctx); err != nil {
-		return nil, err
+		return err
 	}
 	s.snaps, err = snapshot.Open(ctx, s.journal.JetStream(), f.Replicas)
-	return s, err
+	return err
 }
 
 func (s *store) appender(c appender.Config) *appender.Appender {

@@ -15,6 +15,8 @@ type cli struct {
 	platform.LogFlags
 	Serve  serveCmd  `cmd:"" help:"Serve the append API. Without --nats it runs an embedded NATS server."`
 	Import importCmd `cmd:"" help:"Import session files. Exit code 1 when any of them has a problem."`
+
+	EventTypes eventTypesCmd `cmd:"" help:"The log-only event types that the deployment added."`
 }
 
 func main() {

@@ -84,12 +84,12 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	return g.Run(ctx, drainTime)
 }
 
-// stopAfter stops what runs already after a start that failed.
+// stopAfter stops what runs, after a start that failed or a command that ended, and hands err on.
 func stopAfter(g *platform.Group, err error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), drainTime)
 	defer cancel()
 	if serr := g.Stop(ctx); serr != nil {
-		slog.Warn("stopping after a failed start", "err", serr)
+		slog.Warn("stopping", "err", serr)
 	}
 	return err
 }

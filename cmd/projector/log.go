@@ -28,6 +28,7 @@ type store struct {
 	journal *journal.Journal
 	headers *journal.Headers
 	buckets *projection.Buckets
+	fleet   *projection.Fleet // of commands that read the API; nil until it is needed
 }
 
 const (

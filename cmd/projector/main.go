@@ -14,7 +14,8 @@ import (
 type cli struct {
 	platform.LogFlags
 	Serve      serveCmd      `cmd:"" help:"Project the log and serve the read API."`
-	Sessions   sessionsCmd   `cmd:"" help:"List sessions."`
+	Sessions   sessionsCmd   `cmd:"" help:"List sessions and what they are doing."`
+	Feed       feedCmd       `cmd:"" help:"Show changes of all sessions as they happen, until Ctrl-C."`
 	Messages   messagesCmd   `cmd:"" help:"Print the messages that the model should see."`
 	Surface    surfaceCmd    `cmd:"" help:"Print the nodes of the surface."`
 	Watch      watchCmd      `cmd:"" help:"Show changes of the surface as they happen, until Ctrl-C."`
@@ -24,7 +25,8 @@ type cli struct {
 	Verify     verifyCmd     `cmd:"" help:"Check logs and snapshots. Exit code 1 on any finding."`
 	Quarantine quarantineCmd `cmd:"" help:"Sessions whose log holds what cannot be folded."`
 	Rebuild    rebuildCmd    `cmd:"" help:"Fold all snapshots anew beside the ones that serve, and switch."`
-	Status     statusCmd     `cmd:"" help:"Show how far a running projector is."`
+	Sweep      sweepCmd      `cmd:"" help:"Remove pages of snapshots that no head refers to. May run beside projectors."`
+	Status     statusCmd     `cmd:"" help:"Show which workers there are and how far each partition is."`
 }
 
 func main() {

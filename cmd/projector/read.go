@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -22,38 +21,13 @@ import (
 func (s *store) get(ctx context.Context, path string, q url.Values) ([]byte, error) {
 	worker := projection.NewWorker(s.journal, s.buckets, projection.NewHeads(), projection.Config{})
 	reader := s.reader()
-	h := api.NewProjector(reader, worker, projection.NewHubs(reader, s.conns.Publish[0]), s.auditor(), api.ProjectorConfig{})
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, path+"?"+q.Encode(), nil)
-	if err != nil {
-		return nil, err
+	if s.fleet == nil { // kept from page to page
+		s.fleet = projection.NewFleet(reader, projection.FleetConfig{})
 	}
-	rec := capture{header: http.Header{}, status: http.StatusOK}
-	h.ServeHTTP(&rec, req)
-	if rec.status == http.StatusOK {
-		return rec.body.Bytes(), nil
-	}
-	return nil, problemIn(rec.status, rec.body.Bytes())
+	h := api.NewProjector(reader, worker, projection.NewHubs(reader, s.conns.Publish[0]), s.auditor(), api.ProjectorConfig{Fleet: s.fleet})
+	_, b, err := api.Local(ctx, h, path, q)
+	return b, err
 }
-
-// problemIn turns a problem document into the error that it stands for.
-func problemIn(status int, body []byte) error {
-	var p api.Problem
-	if err := json.Unmarshal(body, &p); err != nil || p.Code == "" {
-		return fmt.Errorf("status %d: %s", status, body)
-	}
-	return &events.Error{Code: p.Code, Rule: p.Rule, Session: p.Session, Seq: p.Seq, Detail: p.Detail}
-}
-
-// capture is an answer in memory.
-type capture struct {
-	header http.Header
-	status int
-	body   bytes.Buffer
-}
-
-func (c *capture) Header() http.Header         { return c.header }
-func (c *capture) WriteHeader(status int)      { c.status = status }
-func (c *capture) Write(b []byte) (int, error) { return c.body.Write(b) }
 
 func sessionPath(id, tail string) string { return "/v1/sessions/" + url.PathEscape(id) + tail }
 
@@ -137,7 +111,7 @@ func (c *messagesCmd) Run(ctx context.Context) error {
 
 func printQuarantine(q *projection.Quarantine) {
 	if q != nil {
-		fmt.Printf("IN QUARANTINE since %s: %s\n", time.UnixMilli(q.Time).UTC().Format(time.RFC3339), q.Detail)
+		fmt.Printf("IN QUARANTINE since %s: %s%s\n", time.UnixMilli(q.Time).UTC().Format(time.RFC3339), q.Detail, skippedNote(q))
 	}
 }
 
@@ -351,33 +325,6 @@ func (c *exportCmd) Run(ctx context.Context) error {
 	return c.with(ctx, func(s *store) error { return s.reader().Export(ctx, c.Session, io.Writer(os.Stdout)) })
 }
 
-type sessionsCmd struct {
-	storeFlags
-	Parent string `help:"Only the children of this session."`
-	JSON   bool   `name:"json" help:"Print one header a line."`
-}
-
-func (c *sessionsCmd) Run(ctx context.Context) error {
-	return c.with(ctx, func(s *store) error {
-		for cursor := ""; ; {
-			list, err := s.reader().Sessions(ctx, c.Parent, cursor, 1000)
-			if err != nil {
-				return err
-			}
-			for _, h := range list.Sessions {
-				if c.JSON {
-					fmt.Printf("%s\n", bytes.TrimSpace(h.Raw))
-				} else {
-					fmt.Printf("%s  format %d  created %s\n", h.ID, h.Format, time.UnixMilli(h.CreatedAt).UTC().Format(time.RFC3339))
-				}
-			}
-			if cursor = list.Cursor; cursor == "" {
-				return nil
-			}
-		}
-	})
-}
-
 // urlFlag says where a projector serves.
 type urlFlag struct {
 	URL string `name:"url" help:"HTTP API of the projector." default:"http://127.0.0.1:8081"`
@@ -389,6 +336,10 @@ func (f urlFlag) call(ctx context.Context, method, path string) ([]byte, error) 
 	if err != nil {
 		return nil, err
 	}
+	return f.send(req)
+}
+
+func (f urlFlag) send(req *http.Request) ([]byte, error) {
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		return nil, fmt.Errorf("%w; is a projector serving there?", err)
@@ -396,52 +347,7 @@ func (f urlFlag) call(ctx context.Context, method, path string) ([]byte, error) 
 	defer resp.Body.Close()
 	b, err := io.ReadAll(resp.Body)
 	if err == nil && resp.StatusCode != http.StatusOK {
-		err = problemIn(resp.StatusCode, b)
+		err = api.ErrorIn(resp.StatusCode, b)
 	}
 	return b, err
-}
-
-type statusCmd struct {
-	urlFlag
-	JSON bool `name:"json" help:"Print what the HTTP API answers."`
-}
-
-func (c *statusCmd) Run(ctx context.Context) error {
-	b, err := c.call(ctx, http.MethodGet, "/v1/status")
-	if err != nil {
-		return err
-	}
-	if c.JSON {
-		_, err = os.Stdout.Write(b)
-		return err
-	}
-	var st struct {
-		CaughtUp          bool
-		Lag               *uint64
-		OldestUnflushedMs int64
-		Quarantined       []projection.Quarantine
-		Partitions        []projection.PartitionStatus
-	}
-	if err := json.Unmarshal(b, &st); err != nil {
-		return err
-	}
-	lag := "unknown"
-	if st.Lag != nil {
-		lag = fmt.Sprint(*st.Lag)
-	}
-	fmt.Printf("caught up: %t   lag: %s commits   oldest unflushed: %d ms   quarantined: %d\n", st.CaughtUp, lag, st.OldestUnflushedMs, len(st.Quarantined))
-	fmt.Printf("%9s %12s %12s %8s %9s %12s\n", "partition", "read", "checkpoint", "lag", "sessions", "bytes")
-	for _, p := range st.Partitions {
-		lag := "?"
-		if p.Lag != nil {
-			lag = fmt.Sprint(*p.Lag)
-		}
-		fmt.Printf("%9d %12d %12d %8s %9d %12d %s\n", p.Partition, p.Read, p.Checkpoint, lag, p.Sessions, p.Bytes, p.Error)
-	}
-	for i := range st.Quarantined {
-		if err := printRecord(&st.Quarantined[i], false); err != nil {
-			return err
-		}
-	}
-	return nil
 }

@@ -66,7 +66,8 @@ type quarantineCmd struct {
 	List quarantineListCmd `cmd:"" help:"List sessions in quarantine."`
 	Show quarantineShowCmd `cmd:"" help:"Show why a session is in quarantine."`
 
-	Retry quarantineRetryCmd `cmd:"" help:"Have a running projector fold a session again."`
+	Retry       quarantineRetryCmd `cmd:"" help:"Have a running projector fold a session again."`
+	SkipSession quarantineSkipCmd  `cmd:"" help:"Decide to leave a session in quarantine: it no longer counts as an alert. A retry lifts that."`
 }
 
 type quarantineRetryCmd struct {
@@ -126,6 +127,14 @@ func printRecord(q *projection.Quarantine, asJSON bool) error {
 	if asJSON {
 		return json.NewEncoder(os.Stdout).Encode(q)
 	}
-	_, err := fmt.Printf("%s  stream sequence %d  %s %s  %s\n", q.Session, q.StreamSeq, q.Code, q.Rule, q.Detail)
+	_, err := fmt.Printf("%s  stream sequence %d  %s %s  %s%s\n", q.Session, q.StreamSeq, q.Code, q.Rule, q.Detail, skippedNote(q))
 	return err
+}
+
+// skippedNote says who left a session in quarantine, if somebody did.
+func skippedNote(q *projection.Quarantine) string {
+	if q.Skipped == nil {
+		return ""
+	}
+	return fmt.Sprintf("  (left so by %s on %s: %s)", q.Skipped.By, time.UnixMilli(q.Skipped.Time).UTC().Format(time.RFC3339), q.Skipped.Reason)
 }

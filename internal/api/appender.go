@@ -1,10 +1,10 @@
 package api
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"mime"
 	"net/http"
@@ -71,6 +71,9 @@ func overHTTP(op operation, maxBody int64) handler {
 		if in.query.err != nil {
 			return in.query.err
 		}
+		if err := checkHeaders(r.Header); err != nil {
+			return err
+		}
 		if op.types != nil {
 			given := r.Header.Get("Content-Type")
 			if r.ContentLength == 0 { // nothing is of any type; curl -d '' says that it is a form
@@ -101,6 +104,9 @@ func overHTTP(op operation, maxBody int64) handler {
 // bodyTime is how long a client may take to send a request body.
 const bodyTime = 60 * time.Second
 
+// announced is how many bytes of a request body get memory before they come.
+const announced = 256 << 10
+
 // readBody reads a request body up to the limit. One that says that it is larger is refused
 // before it is read.
 func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
@@ -117,7 +123,9 @@ func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error
 		return nil, err
 	}
 	defer context.AfterFunc(r.Context(), func() { _ = rc.SetReadDeadline(time.Now()) })() // fails when the connection is gone
-	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
+	// What the client announces is believed up to a point: a body need not come.
+	b := bytes.NewBuffer(make([]byte, 0, max(0, min(r.ContentLength, announced))+bytes.MinRead))
+	_, err := b.ReadFrom(http.MaxBytesReader(w, r.Body, most))
 	if err == nil {
 		err = rc.SetReadDeadline(time.Time{})
 	}
@@ -130,13 +138,16 @@ func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error
 	case err != nil:
 		return nil, badRequest("request body: " + err.Error())
 	}
-	return b, nil
+	return b.Bytes(), nil
 }
 
 // contentType checks a Content-Type against those that an operation takes. None at all is JSON.
 func contentType(ct string, accepted []string) (string, error) {
 	if ct == "" {
 		return typeJSON, nil
+	}
+	if slices.Contains(accepted, ct) {
+		return ct, nil
 	}
 	refuse := func(format string, args ...any) error {
 		return &events.Error{Code: events.CodeMediaType, Detail: "Content-Type: " + fmt.Sprintf(format, args...)}

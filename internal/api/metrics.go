@@ -1,8 +1,11 @@
 package api
 
 import (
+	"context"
+	"math"
 	"net/http"
 	"sync/atomic"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -42,13 +45,37 @@ func appenderMetrics(a *appender.Appender) handler {
 	})
 }
 
-func projectorMetrics(w *projection.Worker) handler {
+func projectorMetrics(w *projection.Worker, r *projection.Reader) handler {
 	s := w.Stats()
+	counted := func(pick func(quarantined, skipped int) int) func() float64 {
+		return func() float64 {
+			ctx, cancel := context.WithTimeout(context.Background(), quarantineTime)
+			defer cancel()
+			all, err := r.Quarantined(ctx)
+			if err != nil {
+				return math.NaN()
+			}
+			quarantined, skipped := apart(all)
+			return float64(pick(len(quarantined), len(skipped)))
+		}
+	}
 	return metricsOf("projector", map[string]*atomic.Int64{
 		"events": &s.Events, "commits": &s.Commits, "flushes": &s.Flushes, "healed": &s.Healed,
 		"moved": &s.Moved, "quarantined": &s.Quarantined, "loads": &s.Loads, "writes": &s.Writes, "written_bytes": &s.WrittenBytes,
+		"stale_writes_refused": &s.Stale, "leases_lost": &s.Lost,
 	}, map[string]func() float64{
+		"lag":                      func() float64 { return w.Gauges().Lag },
+		"lag_total":                func() float64 { return w.Gauges().LagTotal },
+		"partitions_owned":         func() float64 { return w.Gauges().Owned },
+		"partitions_unowned":       func() float64 { return w.Gauges().Unowned },
+		"workers":                  func() float64 { return w.Gauges().Workers },
+		"sessions_quarantined":     func() float64 { return w.Gauges().Quarantined },
 		"oldest_unflushed_seconds": w.OldestUnflushed,
 		"sessions_in_memory":       func() float64 { return float64(w.SessionsInMemory()) },
+		"quarantined_sessions":     counted(func(quarantined, _ int) int { return quarantined }),
+		"skipped_sessions":         counted(func(_, skipped int) int { return skipped }),
 	})
 }
+
+// quarantineTime bounds how long a scrape waits for the quarantine bucket.
+const quarantineTime = 2 * time.Second

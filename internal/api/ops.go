@@ -32,6 +32,23 @@ const (
 	headerTrace = "traceparent"
 )
 
+// checkHeaders refuses a condition or a key that is there and empty, or there twice: taken for
+// absent, an append would be stored that its caller wanted to be conditional.
+func checkHeaders(h map[string][]string) error {
+	for name, values := range h {
+		for _, known := range []string{headerKey, headerEpoch, headerMatch} {
+			switch {
+			case !strings.EqualFold(name, known) || len(values) == 0:
+			case len(values) > 1:
+				return badRequest(fmt.Sprintf("%s: expected one, found %d", known, len(values)))
+			case values[0] == "":
+				return badRequest(known + ": expected a value, found an empty one; leave the header out to say nothing")
+			}
+		}
+	}
+	return nil
+}
+
 // operation is one thing that an appender does, whichever way it is asked for.
 type operation struct {
 	name         string // of the NATS service's endpoint
@@ -165,6 +182,9 @@ func (in *input) conditions(m map[string][]byte) (c conditions, err error) {
 		}
 		c.epoch = &n
 	}
+	if len(m) == 0 {
+		return c, nil
+	}
 	for name, into := range map[string]**events.Seq{"expectedSeq": &c.expected, "epoch": &c.epoch} {
 		n, err := seqMember(m, name)
 		if err != nil {
@@ -191,7 +211,7 @@ var traceParentPattern = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{
 
 // trace is the caller's W3C trace context, "" when it is absent or malformed.
 func (in *input) trace() string {
-	if t := in.header(headerTrace); traceParentPattern.MatchString(t) {
+	if t := in.header(headerTrace); t != "" && traceParentPattern.MatchString(t) {
 		return t
 	}
 	return ""
@@ -253,7 +273,7 @@ func (o *appends) status(ctx context.Context, in *input) (*output, error) {
 
 // stored answers a receipt.
 func stored(r *appender.Receipt, body any) *output {
-	return &output{status: http.StatusCreated, etag: fmt.Sprintf(`"%d"`, r.LastSeq+1), body: body}
+	return &output{status: http.StatusCreated, etag: `"` + (r.LastSeq + 1).String() + `"`, body: body}
 }
 
 func (o *appends) append(ctx context.Context, in *input) (*output, error) {
@@ -436,6 +456,11 @@ func readJSONBody(req *appender.Request, b []byte) (map[string][]byte, error) {
 		items, err := events.SplitArray(b)
 		req.Events = items
 		return nil, err
+	}
+	// Without the word there is no such key, unless it is spelled with escapes.
+	if !bytes.Contains(b, []byte(`"events"`)) && !bytes.Contains(b, []byte(`\u00`)) {
+		req.Events = [][]byte{b}
+		return nil, nil
 	}
 	m, err := events.SplitObject(b)
 	if err != nil && m["events"] != nil && m["type"] == nil {

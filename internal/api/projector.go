@@ -2,7 +2,6 @@ package api
 
 import (
 	"context"
-	"encoding/base64"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -26,6 +25,8 @@ type ProjectorConfig struct {
 	WaitMost time.Duration
 	// PageBytes bounds the events of one answer, in bytes of their lines. Defaults to 4 MiB.
 	PageBytes int
+	// Fleet is the index of all sessions. Defaults to one that the first request for it fills.
+	Fleet *projection.Fleet
 	// Ready says why requests cannot be served at the moment, nil when they can.
 	Ready func(context.Context) error
 	// Logger hears of failed requests. Defaults to slog.Default().
@@ -51,12 +52,16 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, hubs *projection.
 	if cfg.PageBytes == 0 {
 		cfg.PageBytes = 4 << 20
 	}
+	if cfg.Fleet == nil {
+		cfg.Fleet = projection.NewFleet(r, projection.FleetConfig{})
+	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.Default()
 	}
 	s := &projectorAPI{r, wk, a, hubs, cfg}
 	rt := newRouter(cfg.Logger)
 	rt.handle("GET", "/v1/sessions", s.sessions)
+	rt.handle("GET", "/v1/feed", s.feed)
 	rt.handle("GET", "/v1/sessions/{id}", s.session)
 	rt.handle("GET", "/v1/sessions/{id}/messages", s.messages)
 	rt.handle("GET", "/v1/sessions/{id}/surface", s.surface)
@@ -66,9 +71,11 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, hubs *projection.
 	rt.handle("GET", "/v1/sessions/{id}/watch", s.watch)
 	rt.handle("GET", "/v1/sessions/{id}/verify", s.verify)
 	rt.handle("POST", "/v1/sessions/{id}/retry", s.retry)
+	rt.handle("POST", "/v1/sessions/{id}/skip", s.skip)
 	rt.handle("GET", "/v1/status", s.status)
+	rt.handle("GET", "/v1/workers", s.workers)
 	health(rt, cfg.Ready)
-	rt.handle("GET", "/metrics", projectorMetrics(wk))
+	rt.handle("GET", "/metrics", projectorMetrics(wk, r))
 	return rt
 }
 
@@ -298,39 +305,6 @@ func (s *projectorAPI) export(w http.ResponseWriter, r *http.Request, id string)
 	return s.r.Export(r.Context(), id, w)
 }
 
-func (s *projectorAPI) sessions(w http.ResponseWriter, r *http.Request, _ string) error {
-	q := readQuery(r, "limit", "cursor", "parent")
-	limit := q.limit("limit", 100, 1000)
-	if q.err != nil {
-		return q.err
-	}
-	if p := q.Get("parent"); p != "" {
-		if err := events.CheckSessionID(p); err != nil {
-			return err
-		}
-	}
-	after, err := base64.RawURLEncoding.DecodeString(q.Get("cursor"))
-	if err != nil || len(after) > 0 && events.CheckSessionID(string(after)) != nil {
-		return badRequest(fmt.Sprintf("cursor: expected the cursor of an earlier answer, found %q", q.Get("cursor")))
-	}
-	list, err := s.r.Sessions(r.Context(), q.Get("parent"), string(after), limit)
-	if err != nil {
-		return err
-	}
-	type item struct {
-		Session string          `json:"session"`
-		Header  json.RawMessage `json:"header"`
-	}
-	out := struct {
-		Sessions []item `json:"sessions"`
-		Cursor   string `json:"cursor,omitempty"`
-	}{Sessions: []item{}, Cursor: base64.RawURLEncoding.EncodeToString([]byte(list.Cursor))}
-	for _, h := range list.Sessions {
-		out.Sessions = append(out.Sessions, item{h.ID, h.Raw})
-	}
-	return writeJSON(w, http.StatusOK, out)
-}
-
 func (s *projectorAPI) verify(w http.ResponseWriter, r *http.Request, id string) error {
 	if q := readQuery(r); q.err != nil {
 		return q.err
@@ -352,7 +326,29 @@ func (s *projectorAPI) retry(w http.ResponseWriter, r *http.Request, id string) 
 	return writeJSON(w, http.StatusOK, map[string]any{"session": id, "quarantined": false})
 }
 
-// status answers how far the projection is, and what stands in its way.
+// workers answers how far the whole projection is, and who works what.
+func (s *projectorAPI) workers(w http.ResponseWriter, r *http.Request, _ string) error {
+	if q := readQuery(r); q.err != nil {
+		return q.err
+	}
+	o, err := s.w.Overview(r.Context())
+	if err != nil {
+		return err
+	}
+	qs, err := s.r.Quarantined(r.Context())
+	if err != nil {
+		return err
+	}
+	if qs == nil {
+		qs = []projection.Quarantine{}
+	}
+	return writeJSON(w, http.StatusOK, struct {
+		*projection.Overview
+		Quarantined []projection.Quarantine `json:"quarantined"`
+	}{o, qs})
+}
+
+// status answers how far this worker's partitions are, and what stands in the way.
 func (s *projectorAPI) status(w http.ResponseWriter, r *http.Request, _ string) error {
 	if q := readQuery(r); q.err != nil {
 		return q.err
@@ -363,18 +359,19 @@ func (s *projectorAPI) status(w http.ResponseWriter, r *http.Request, _ string) 
 	}
 	ps := s.w.Status(r.Context())
 	out := struct {
-		// CaughtUp is true only when every partition said so: nothing to read, nothing unflushed.
+		Worker string `json:"worker"`
+		// CaughtUp is true only when every partition of the log said so, also those of other
+		// workers: nothing to read, nothing unflushed.
 		CaughtUp          bool                         `json:"caughtUp"`
 		Lag               *uint64                      `json:"lag"` // commits; null when a partition did not say
 		OldestUnflushedMs int64                        `json:"oldestUnflushedMs"`
 		Quarantined       []projection.Quarantine      `json:"quarantined"`
+		Skipped           []projection.Quarantine      `json:"skipped"` // in quarantine, and left so on purpose
 		Partitions        []projection.PartitionStatus `json:"partitions"`
-	}{Quarantined: qs, Partitions: ps}
-	if out.Quarantined == nil {
-		out.Quarantined = []projection.Quarantine{}
-	}
+	}{Worker: s.w.ID(), Partitions: ps}
+	out.Quarantined, out.Skipped = apart(qs)
 	var lag uint64
-	known := len(ps) > 0
+	known := true
 	for _, p := range ps {
 		if p.Lag == nil {
 			known = false
@@ -385,7 +382,14 @@ func (s *projectorAPI) status(w http.ResponseWriter, r *http.Request, _ string) 
 	}
 	if known {
 		out.Lag = &lag
-		out.CaughtUp = lag == 0 && out.OldestUnflushedMs == 0
+		out.CaughtUp = lag == 0 && out.OldestUnflushedMs == 0 && s.w.Follows(r.Context())
+	}
+	if out.CaughtUp && len(ps) < s.r.Journal().Partitions() {
+		all, err := s.w.Overview(r.Context())
+		if err != nil {
+			return err
+		}
+		out.CaughtUp = all.CaughtUp
 	}
 	return writeJSON(w, http.StatusOK, out)
 }

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -15,6 +16,7 @@ import (
 
 	"palimpsest/internal/appender"
 	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
 )
 
 // ServiceConfig is a program's NATS side.
@@ -25,8 +27,12 @@ type ServiceConfig struct {
 	Version string
 	// Parallel is how many appends are worked on at the same time, and how many of them are
 	// endpoints of that name there are; the others wait in the client's buffers. Defaults to
-	// 64. Of every other operation there are 2.
+	// 64. Of every other operation there are 2. Of a projector it is the number of every
+	// operation and defaults to 16.
 	Parallel int
+	// ReplyBytes is the largest body of a projector's reply. Defaults to what the server's
+	// max_payload allows, less room for headers.
+	ReplyBytes int
 	// Logger hears of failed requests. Defaults to slog.Default().
 	Logger *slog.Logger
 }
@@ -34,10 +40,14 @@ type ServiceConfig struct {
 // Services answers requests over NATS: the same operations, bodies and problems as over HTTP.
 // It is a platform.Service.
 type Services struct {
-	conn *nats.Conn
-	name string
-	ops  []operation
-	cfg  ServiceConfig
+	conn        *nats.Conn
+	out         *journal.Outbox
+	name, about string
+	ops         []operation
+	alone       []string              // operations whose subject names no session
+	parallel    func(name string) int // endpoints of an operation
+	stopWaiting func()                // called by Stop: who waits is answered at once; may be nil
+	cfg         ServiceConfig
 
 	mu      sync.Mutex // guards all below
 	service micro.Service
@@ -47,20 +57,34 @@ type Services struct {
 
 // NewAppenderServices returns the appender's NATS services: <prefix>.append.<token> and so on.
 func NewAppenderServices(conn *nats.Conn, a *appender.Appender, cfg ServiceConfig) *Services {
+	if cfg.Parallel == 0 {
+		cfg.Parallel = 64
+	}
+	s := newServices(conn, "palimpsest-appender", "Appends to agent sessions; subjects end in the session's token", cfg)
+	s.ops = (&appends{a}).operations()
+	s.parallel = func(op string) int {
+		if op == "append" {
+			return cfg.Parallel
+		}
+		return 2
+	}
+	return s
+}
+
+func newServices(conn *nats.Conn, name, about string, cfg ServiceConfig) *Services {
 	if cfg.Prefix == "" {
 		cfg.Prefix = "palimpsest"
 	}
 	if cfg.Version == "" {
 		cfg.Version = "0.1.0"
 	}
-	if cfg.Parallel == 0 {
-		cfg.Parallel = 64
-	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.Default()
 	}
-	o := &appends{a}
-	return &Services{conn: conn, name: "palimpsest-appender", ops: o.operations(), cfg: cfg}
+	out := journal.NewOutbox(conn, func(m *nats.Msg, err error) {
+		cfg.Logger.Warn("answer could not be sent", "subject", m.Subject, "err", err)
+	})
+	return &Services{conn: conn, out: out, name: name, about: about, cfg: cfg}
 }
 
 // Start begins to answer.
@@ -71,7 +95,7 @@ func (s *Services) Start(context.Context) error {
 		return fmt.Errorf("api: service %s runs already", s.name)
 	}
 	svc, err := micro.AddService(s.conn, micro.Config{
-		Name: s.name, Version: s.cfg.Version, Description: "Appends to agent sessions; subjects end in the session's token",
+		Name: s.name, Version: s.cfg.Version, Description: s.about,
 		QueueGroup: s.name,
 	})
 	if err != nil {
@@ -81,12 +105,12 @@ func (s *Services) Start(context.Context) error {
 		h := micro.HandlerFunc(func(r micro.Request) { s.serve(op, r) })
 		// An endpoint works on one request at a time, and its statistics are right only when it
 		// answers before it returns: what runs in parallel is several endpoints of one name.
-		n := s.cfg.Parallel
-		if op.name != "append" {
-			n = 2
+		subject := s.cfg.Prefix + "." + op.name
+		if !slices.Contains(s.alone, op.name) {
+			subject += ".*"
 		}
-		for range n {
-			if err := svc.AddEndpoint(op.name, h, micro.WithEndpointSubject(s.cfg.Prefix+"."+op.name+".*")); err != nil {
+		for range s.parallel(op.name) {
+			if err := svc.AddEndpoint(op.name, h, micro.WithEndpointSubject(subject)); err != nil {
 				_ = svc.Stop()
 				return fmt.Errorf("api: endpoint %s: %w", op.name, err)
 			}
@@ -104,6 +128,9 @@ func (s *Services) Stop(ctx context.Context) error {
 	s.mu.Unlock()
 	if svc == nil {
 		return nil
+	}
+	if s.stopWaiting != nil {
+		s.stopWaiting()
 	}
 	// The subscriptions drain: what they hold already still comes, and is answered.
 	err := svc.Stop()
@@ -157,24 +184,29 @@ func (s *Services) serve(op operation, r micro.Request) {
 		s.refuse(r, err)
 		return
 	}
-	h := micro.Headers{"Content-Type": {typeJSON}, "Palimpsest-Status": {strconv.Itoa(out.status)}}
+	h := nats.Header{"Content-Type": {typeJSON}, "Palimpsest-Status": {strconv.Itoa(out.status)}}
 	if out.etag != "" {
 		h["ETag"] = []string{out.etag}
 	}
 	body, err := events.Marshal(out.body)
-	if err == nil {
-		err = r.Respond(body, micro.WithHeaders(h))
-	}
 	if err != nil {
 		s.cfg.Logger.Warn("answer could not be sent", "subject", r.Subject(), "err", err)
+		return
 	}
+	// Not with r.Respond, which counts nothing for an answer that is no error.
+	s.out.Publish(&nats.Msg{Subject: r.Reply(), Header: h, Data: body})
 }
 
 func (s *Services) answer(op operation, r micro.Request) (*output, error) {
-	subject := r.Subject()
-	session, err := events.SessionOf(subject[strings.LastIndexByte(subject, '.')+1:])
-	if err != nil {
-		return nil, &events.Error{Code: events.CodeSessionID, Detail: err.Error() + "; write every byte of the id outside [A-Za-z0-9_-] as =XX"}
+	var session string
+	var err error
+	if subject := r.Subject(); !slices.Contains(s.alone, op.name) {
+		if session, err = events.SessionOf(subject[strings.LastIndexByte(subject, '.')+1:]); err != nil {
+			return nil, &events.Error{Code: events.CodeSessionID, Detail: err.Error() + "; write every byte of the id outside [A-Za-z0-9_-] as =XX"}
+		}
+	}
+	if err := checkHeaders(r.Headers()); err != nil {
+		return nil, err
 	}
 	in := &input{session: session, body: r.Data(), query: &query{Values: url.Values{}}, header: func(name string) string {
 		for k, v := range r.Headers() { // NATS headers keep the case in which they were sent

@@ -2,26 +2,13 @@ package api
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"strconv"
-	"strings"
-	"time"
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/projection"
-)
-
-const (
-	// watchWrite bounds how long one delta may take to reach a watcher.
-	watchWrite = 10 * time.Second
-	// watchPiece is how many bytes of deltas are written at once.
-	watchPiece = 64 << 10
-	// watchBeat is how often a silent watch says that it is alive.
-	watchBeat = 15 * time.Second
 )
 
 // watch answers with server-sent events: one `delta` for each change of the surface, its id the
@@ -42,84 +29,37 @@ func (s *projectorAPI) watch(w http.ResponseWriter, r *http.Request, id string) 
 		}
 		from = events.Seq(n)
 	} else if !q.Has("from") {
-		v, err := s.r.View(r.Context(), id, projection.Want{MinSeq: events.NoSeq, Timeout: s.cfg.WaitDefault})
-		if err != nil {
+		var err error
+		if from, err = s.r.Projected(r.Context(), id, s.cfg.WaitDefault); err != nil {
 			return err
 		}
-		from = v.Last()
 	}
 	watch, err := s.hubs.Watch(r.Context(), id, from)
 	if err != nil {
 		return err
 	}
 	defer watch.Close()
-	out := http.NewResponseController(w)
-	send := func(text string) error {
-		if err := out.SetWriteDeadline(time.Now().Add(watchWrite)); err != nil {
-			return err
-		}
-		if _, err := io.WriteString(w, text); err != nil {
-			return err
-		}
-		return out.Flush()
-	}
-	w.Header().Set("Content-Type", "text/event-stream")
-	w.Header().Set("Cache-Control", "no-store")
-	w.WriteHeader(http.StatusOK)
-	if r.Method == http.MethodHead {
+	out := startSSE(w, r)
+	if out == nil {
 		return nil
 	}
 	// The hello has an id: a watcher that is cut off before the first delta resumes behind it.
-	text := sseEvent("hello", from.String(), map[string]any{"session": id, "from": from})
-	for {
-		if err := send(text); err != nil {
-			return nil // the watcher is gone
-		}
-		ctx, cancel := context.WithTimeout(r.Context(), watchBeat)
-		ds, err := watch.Next(ctx)
-		beat := ctx.Err() != nil && r.Context().Err() == nil
-		cancel()
-		switch {
-		case err == nil:
-			var b strings.Builder
-			for _, d := range ds {
-				if b.Len() > watchPiece { // one commit may hold very many
-					if err := send(b.String()); err != nil {
-						return nil // the watcher is gone
-					}
-					b.Reset()
-				}
-				b.WriteString(sseEvent("delta", d.Seq.String(), d))
-			}
-			text = b.String()
-		case beat:
-			text = ": alive\n\n"
-		default:
-			_ = send(sseEvent("end", "", endOf(r.Context(), err))) // the watcher may be gone
-			return nil
-		}
+	if out.send(appendSSE(nil, "hello", from.String(), map[string]any{"session": id, "from": from})) != nil {
+		return nil // the watcher is gone
 	}
-}
-
-// sseEvent writes a server-sent event.
-func sseEvent(name, id string, data any) string {
-	b, err := json.Marshal(data)
-	if err != nil {
-		panic(err) // deltas and problems always encode
-	}
-	if id != "" {
-		id = "id: " + id + "\n"
-	}
-	return fmt.Sprintf("%sevent: %s\ndata: %s\n\n", id, name, b)
+	follow(r.Context(), out, watch.Next, func(b []byte, d projection.Delta) []byte { return appendSSE(b, "delta", d.Seq.String(), d) }, endOf)
+	return nil
 }
 
 // endOf says why a watch ends.
 func endOf(ctx context.Context, err error) any {
-	if ctx.Err() != nil {
-		return map[string]string{"code": "stopping", "detail": "the server is stopping; resume with Last-Event-ID"}
-	}
-	if errors.Is(err, projection.ErrSlow) {
-		return Problem{Type: "urn:palimpsest:problem:slow-watcher", Title: "The watcher did not keep up", Status: http.StatusServiceUnavailable, Code: "slow-watcher", Detail: err.Error()}
+	switch {
+	case ctx.Err() != nil:
+		return stopping()
+	case errors.Is(err, projection.ErrSlow):
+		return endWith("slow-watcher", "The watcher did not keep up", err)
+	case errors.Is(err, projection.ErrRewound):
+		return endWith("log-rewound", "The log lost its end", err)
 	}
 	return ProblemOf(err)
 }

@@ -32,18 +32,23 @@ type work struct {
 	inspect func(*actor) // looks at the state instead of appending
 	size    int          // bytes of Events
 
-	// Set by the actor before it closes done.
-	receipt *Receipt
-	err     error
-	done    chan struct{}
+	share share // what it is of the commit that is being made
+
+	// Set by the actor when the work is finished.
+	receipt  *Receipt
+	err      error
+	finished bool
+	done     chan struct{} // closed then; nil when the caller itself is the actor
 }
 
 // solitary work does not share a commit.
 func (w *work) solitary() bool { return w.inspect != nil || w.derive != nil }
 
 func (w *work) finish(r *Receipt, err error) {
-	w.receipt, w.err = r, err
-	close(w.done)
+	w.receipt, w.err, w.finished = r, err, true
+	if w.done != nil {
+		close(w.done)
+	}
 }
 
 // actor is one session's state and the appends that wait for it. Its queue, busy, place and
@@ -107,9 +112,7 @@ func (s *actor) work(group []*work) {
 		s.a.cfg.Logger.Error("panic in an append", "session", s.id, "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
 		s.state = nil
 		for _, w := range group {
-			select {
-			case <-w.done:
-			default:
+			if !w.finished {
 				w.finish(nil, &events.Error{Code: events.CodeInternal, Session: s.id, Detail: "the appender made a mistake; it is in its log. Whether the events were stored is not known"})
 			}
 		}
@@ -147,8 +150,8 @@ func (s *actor) askForTurn() {
 
 // do carries out one group of work: what becomes one commit, or a single look at the state.
 func (s *actor) do(group []*work) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(group[0].ctx), s.a.cfg.LoadTimeout)
-	defer cancel()
+	ctx := withDeadline(group[0].ctx, s.a.cfg.LoadTimeout)
+	defer ctx.end()
 	fresh := s.state == nil // as new as the log's end when it was loaded just now
 	if fresh {
 		if err := s.reload(ctx); err != nil {
@@ -198,6 +201,7 @@ func (s *actor) reload(ctx context.Context) error {
 // again: the others were first, and the state knows of theirs now.
 func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*work) {
 	batch := s.state.Begin(s.a.cfg.Invariants)
+	batch.Reserve(linesOf(group))
 	var in []*share
 	for i, w := range group {
 		if in != nil && w.Key != "" && sharesKey(in, w.Key) {
@@ -246,6 +250,19 @@ func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*w
 	return append(s.publish(ctx, batch, in, fresh), again...)
 }
 
+// linesOf is how many bytes the lines of a group will have at most, or little more.
+func linesOf(group []*work) (n int) {
+	for _, w := range group {
+		for _, raw := range w.Events {
+			n += len(raw) + lineReserve
+		}
+		for _, e := range w.Parsed {
+			n += len(e.Line) + 1
+		}
+	}
+	return n
+}
+
 // publish stores the batch as one commit and answers the callers whose shares it holds. It
 // returns those that are to be tried again.
 func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, fresh *bool) (again []*work) {
@@ -270,18 +287,20 @@ func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, 
 		return nil
 	}
 	dup, err := s.a.log.Publish(ctx, c, s.state.StreamSeq)
-	var conflict *journal.ConflictError
-	switch {
-	case err == nil:
+	if err == nil {
 		batch.Commit(c)
 		s.keys.add(c)
 		s.a.stats.Commits.Add(1)
 		s.a.stats.Events.Add(int64(c.Last - c.First + 1))
+		digest := c.Digest.String()
 		for _, sh := range in {
 			s.report(sh)
-			sh.w.finish(&Receipt{Session: s.id, FirstSeq: sh.first, LastSeq: sh.last, Commit: c.ID, Duplicate: dup, Digest: c.Digest.String(), Violations: sh.violations, Warnings: sh.warnings}, nil)
+			sh.w.finish(&Receipt{Session: s.id, FirstSeq: sh.first, LastSeq: sh.last, Commit: c.ID, Duplicate: dup, Digest: digest, Violations: sh.violations, Warnings: sh.warnings}, nil)
 		}
 		return nil
+	}
+	var conflict *journal.ConflictError
+	switch {
 	case errors.As(err, &conflict):
 		s.a.stats.Conflicts.Add(1)
 		batch.Rollback()
@@ -368,6 +387,9 @@ func isOurs(err error) bool {
 
 // judged reports whether an error depends on what the session's log holds.
 func judged(err error) bool {
+	if err == nil {
+		return false
+	}
 	var e *events.Error
 	if !errors.As(err, &e) {
 		return false
@@ -402,11 +424,12 @@ func (s *actor) plan(ctx context.Context, batch *session.Batch, w *work) (*share
 		}
 	}
 	at := batch.Mark()
-	sh := &share{w: w, first: s.state.Next}
+	sh := &w.share
+	*sh = share{w: w, first: s.state.Next}
 	seen := len(batch.Violations())
 	size := events.KeyReserve(w.Key)
 	for i := range len(raws) + len(w.Parsed) {
-		e, err := s.event(w, raws, i)
+		e, err := s.event(w, raws, i, batch.Room())
 		if err == nil {
 			err = s.add(ctx, batch, e)
 		}
@@ -452,12 +475,13 @@ func (s *actor) fence(w *work) error {
 	if w.takesFence {
 		return nil
 	}
-	current := s.state.Epoch()
 	switch {
-	case w.Epoch != nil && *w.Epoch != current:
+	case w.Epoch != nil && *w.Epoch != s.state.Epoch():
+		current := s.state.Epoch()
 		return &events.Error{Code: events.CodeFenced, Session: s.id, Epoch: &current,
 			Detail: fmt.Sprintf("the writer's epoch is %d, the session is at epoch %d; stop writing, or become its writer anew", *w.Epoch, current)}
 	case w.Epoch == nil && w.Expected == nil && s.state.Writer != nil:
+		current := s.state.Epoch()
 		return &events.Error{Code: events.CodeFenced, Session: s.id, Epoch: &current,
 			Detail: fmt.Sprintf("the session has a writer (%q, epoch %d); an append needs its epoch or an expectedSeq", s.state.Writer.ID, current)}
 	}
@@ -490,13 +514,13 @@ func (s *actor) near(who string, have, most int64, unit string) []string {
 }
 
 // event makes the i-th event of a request, for the session's next seq.
-func (s *actor) event(w *work, raws [][]byte, i int) (*events.Event, error) {
+func (s *actor) event(w *work, raws [][]byte, i int, room []byte) (*events.Event, error) {
 	if raws == nil {
 		return w.Parsed[i], nil
 	}
 	e, err := events.Parse(raws[i], events.Context{
 		Format: s.state.Format, Vocabulary: s.a.log.Vocabulary(), Next: s.state.Next,
-		Now: s.a.cfg.Now().UnixMilli(), EmptyCallID: w.EmptyCallID,
+		Now: s.a.cfg.Now().UnixMilli(), EmptyCallID: w.EmptyCallID, Room: room,
 	})
 	if err != nil {
 		return nil, err
@@ -515,6 +539,9 @@ func (s *actor) event(w *work, raws [][]byte, i int) (*events.Event, error) {
 func (s *actor) add(ctx context.Context, batch *session.Batch, e *events.Event) error {
 	for {
 		err := batch.Add(e)
+		if err == nil {
+			return nil
+		}
 		var missing *surface.MissingError
 		if !errors.As(err, &missing) {
 			return err
@@ -573,7 +600,7 @@ func (s *actor) report(sh *share) {
 // load makes the state from the session's head and the log behind it, or from the log alone.
 func (s *actor) load(ctx context.Context, h *events.Header, fromLog bool) error {
 	st := session.New(s.id, h.Format, h.Raw, surface.KeepFingerprints)
-	if !fromLog {
+	if !fromLog && s.unborn == nil {
 		snap, _, err := s.a.store.Load(ctx, s.id, surface.KeepFingerprints)
 		switch {
 		case errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}):
@@ -591,7 +618,7 @@ func (s *actor) load(ctx context.Context, h *events.Header, fromLog bool) error 
 	// The head's own commit is read too: a power cut may have taken it from an unsynced log,
 	// and others may have its place since.
 	head, found := st.StreamSeq, st.StreamSeq == 0
-	err := s.a.log.ReadToEnd(ctx, s.id, max(head, 1)-1, func(c *events.Commit) error {
+	err := s.readFrom(ctx, head, func(c *events.Commit) error {
 		if !found {
 			if found = c.StreamSeq == head && c.Chain == st.Chain; !found {
 				return errHeadUnknown
@@ -611,6 +638,26 @@ func (s *actor) load(ctx context.Context, h *events.Header, fromLog bool) error 
 		return s.load(ctx, h, true)
 	}
 	return err
+}
+
+// readFrom calls f for the commits from stream sequence head on, 0: for all. The last is looked
+// at first: nearly always it is the head's own, or there is none, and reading a batch costs more.
+func (s *actor) readFrom(ctx context.Context, head uint64, f func(*events.Commit) error) error {
+	if s.unborn != nil {
+		return nil // it has no log, as was seen when it was adopted
+	}
+	last, err := s.a.log.LeaderLast(ctx, s.id)
+	var garbage *journal.MalformedError
+	switch {
+	case errors.As(err, &garbage): // commits may lie before it
+	case err != nil:
+		return err
+	case last == nil:
+		return nil
+	case head > 0 && last.StreamSeq == head, head == 0 && s.state.Chain.NextChain(last) == last.Chain:
+		return f(last)
+	}
+	return s.a.log.ReadToEnd(ctx, s.id, max(head, 1)-1, f)
 }
 
 // errHeadUnknown says that the log does not hold the commit that a head ends with.

@@ -290,7 +290,7 @@ func (a *Appender) Append(ctx context.Context, r Request) (*Receipt, error) {
 	if err := checkKey(r.Key); err != nil {
 		return nil, err
 	}
-	w := &work{Request: r, ctx: ctx, done: make(chan struct{})}
+	w := &work{Request: r, ctx: ctx}
 	w.size = events.KeyReserve(r.Key)
 	for _, e := range r.Events {
 		w.size += len(e)
@@ -380,7 +380,7 @@ func (a *Appender) Status(ctx context.Context, id string) (*Status, error) {
 		return nil, err
 	}
 	st := &Status{Header: h}
-	w := &work{Request: Request{Session: id}, ctx: ctx, done: make(chan struct{}), inspect: func(s *actor) { st.Summary = s.state.Summary() }}
+	w := &work{Request: Request{Session: id}, ctx: ctx, inspect: func(s *actor) { st.Summary = s.state.Summary() }}
 	if err := a.submit(w); err != nil {
 		return nil, err
 	}
@@ -397,6 +397,7 @@ func (a *Appender) submit(w *work) error {
 	}
 	if atRest {
 		s.begin()
+		return nil
 	}
 	<-w.done
 	return nil
@@ -423,6 +424,7 @@ func (a *Appender) enqueue(w *work) (s *actor, atRest bool, err error) {
 	a.pending += w.size
 	s.queue = append(s.queue, w)
 	if s.busy {
+		w.done = make(chan struct{})
 		return s, false, nil
 	}
 	s.busy = true

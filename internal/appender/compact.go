@@ -82,12 +82,23 @@ func blocks(session, name string, raw json.RawMessage) (json.RawMessage, error) 
 	return nil, bad(clip(b))
 }
 
+// isThere refuses what changes a surface where no session is.
+func (s *actor) isThere() error {
+	if s.unborn != nil {
+		return &events.Error{Code: events.CodeSessionNotFound, Session: s.id, Detail: "there is no such session"}
+	}
+	return nil
+}
+
 // compaction makes the events of a compaction against the present surface.
 func (s *actor) compaction(ctx context.Context, r CompactRequest, id string, content json.RawMessage) ([][]byte, error) {
 	fail := func(rule events.Rule, format string, args ...any) error {
 		e := events.Violation(rule, s.state.Next, fmt.Sprintf(format, args...))
 		e.Session = s.id
 		return e
+	}
+	if err := s.isThere(); err != nil {
+		return nil, err
 	}
 	from, ok := s.state.Surface.Position(r.Start)
 	if !ok {
@@ -240,6 +251,9 @@ func (a *Appender) Prune(ctx context.Context, r PruneRequest) (*Receipt, error) 
 }
 
 func (s *actor) prune(ctx context.Context, r PruneRequest, content json.RawMessage) ([][]byte, error) {
+	if err := s.isThere(); err != nil {
+		return nil, err
+	}
 	if _, ok := s.state.Surface.Position(r.Seq); !ok {
 		e := events.Violation(events.RuleEndpointNotOnSurface, s.state.Next, fmt.Sprintf("seq %d is not a node of the surface", r.Seq))
 		e.Session = s.id

@@ -383,12 +383,12 @@ func (f *family) isInvisible(t *testing.T, child string, begun bool) {
 		}
 	}
 	for _, parent := range []string{"", f.parent} {
-		list, err := f.reader.Sessions(ctx, parent, "", 1000)
+		list, err := projection.NewFleet(f.reader, projection.FleetConfig{}).List(ctx, projection.FleetFilter{Parent: parent}, "", 1000)
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, s := range list.Sessions {
-			if s.ID == child {
+		for _, s := range list.Rows {
+			if s.Session == child {
 				t.Errorf("the child is listed (parent %q)", parent)
 			}
 		}

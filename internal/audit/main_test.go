@@ -55,7 +55,7 @@ func newWorld(t testing.TB) *world {
 	}
 	w.Appender = appender.New(w.log, w.headers, w.buckets.Snapshots, appender.Config{})
 	w.Auditor = audit.New(w.log, w.headers, w.buckets)
-	w.worker = projection.NewWorker(w.log, w.buckets, projection.NewHeads(), projection.Config{FlushAfter: 5 * time.Millisecond, FlushEvents: 20, CheckpointEvery: 20 * time.Millisecond})
+	w.worker = projection.NewWorker(w.log, w.buckets, projection.NewHeads(), projection.Config{Unleased: true, FlushAfter: 5 * time.Millisecond, FlushEvents: 20, CheckpointEvery: 20 * time.Millisecond})
 	if err := w.worker.Start(ctx); err != nil {
 		t.Fatal(err)
 	}

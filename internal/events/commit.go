@@ -79,39 +79,64 @@ func (c *Commit) Lines() iter.Seq[[]byte] {
 // FormatTime writes a point in time as the time of a commit.
 func FormatTime(t time.Time) string { return t.UTC().Format("2006-01-02T15:04:05.000Z") }
 
-// Header returns the headers of the message that carries the commit.
-func (c *Commit) Header() nats.Header {
-	h := make(nats.Header, 20)
-	values := make([]string, 0, 16) // one array for all values
-	set := func(name, value string) {
-		values = append(values, percentEncode(value))
-		h[name] = values[len(values)-1 : len(values) : len(values)]
+// headerNames are the headers of a commit's message; the last two are left out when empty.
+var headerNames = [...]string{
+	"ce-specversion", "ce-id", "ce-source", "ce-type", "ce-subject", "ce-time", "ce-datacontenttype", "ce-sequence",
+	"ce-firstseq", "ce-lastseq", "ce-format", "ce-actor", "ce-digest", "ce-chain", "ce-appends", traceParentHeader,
+}
+
+const firstOptionalHeader = len(headerNames) - 2
+
+// CommitHeader is the headers of a message that carries a commit. It can be filled in again for
+// another one: the map costs more to make than all that is in it.
+type CommitHeader struct {
+	nats.Header
+	values [len(headerNames)]string
+}
+
+// NewCommitHeader returns headers to be filled in.
+func NewCommitHeader() *CommitHeader {
+	h := &CommitHeader{Header: make(nats.Header, len(headerNames)+2)}
+	for i, name := range headerNames[:firstOptionalHeader] {
+		h.Header[name] = h.values[i : i+1 : i+1]
 	}
-	set("ce-specversion", ceVersion)
-	set("ce-id", c.ID)
-	set("ce-source", "/sessions/"+Token(c.Session))
-	set("ce-type", CommitType)
-	set("ce-subject", c.Session)
-	set("ce-time", c.Time)
-	set("ce-datacontenttype", CommitContentType)
-	set("ce-sequence", c.sequence())
-	set("ce-firstseq", c.First.String())
-	set("ce-lastseq", c.Last.String())
-	set("ce-format", strconv.Itoa(int(c.Format)))
-	set("ce-actor", c.Actor)
-	set("ce-digest", c.Digest.String())
-	set("ce-chain", c.Chain.String())
+	return h
+}
+
+// Fill sets every header to what the commit says, and leaves those alone that are not the
+// commit's.
+func (h *CommitHeader) Fill(c *Commit) {
+	v := [len(headerNames)]string{
+		ceVersion, c.ID, "/sessions/" + Token(c.Session), CommitType, c.Session, c.Time, CommitContentType, c.sequence(),
+		c.First.String(), c.Last.String(), strconv.Itoa(int(c.Format)), c.Actor, c.Digest.String(), c.Chain.String(),
+	}
 	if len(c.Appends) > 0 {
 		b, err := json.Marshal(c.Appends)
 		if err != nil {
 			panic(err) // strings and numbers always encode
 		}
-		set("ce-appends", string(b))
+		v[firstOptionalHeader] = string(b)
 	}
-	if c.Trace != "" {
-		h[traceParentHeader] = []string{c.Trace}
+	for i := range firstOptionalHeader + 1 {
+		v[i] = percentEncode(v[i])
 	}
-	return h
+	v[firstOptionalHeader+1] = c.Trace
+	for i := firstOptionalHeader; i < len(v); i++ { // the map changes only when it must
+		switch had, has := h.values[i] != "", v[i] != ""; {
+		case has && !had:
+			h.Header[headerNames[i]] = h.values[i : i+1 : i+1]
+		case had && !has:
+			delete(h.Header, headerNames[i])
+		}
+	}
+	h.values = v
+}
+
+// Header returns the headers of the message that carries the commit.
+func (c *Commit) Header() nats.Header {
+	h := NewCommitHeader()
+	h.Fill(c)
+	return h.Header
 }
 
 // sequence is the first seq with 20 digits, which sorts as text.

@@ -112,6 +112,23 @@ func TestCommitHeadersRoundTrip(t *testing.T) {
 	}
 }
 
+// TestHeadersFilledAgainKeepNothing: what an earlier commit had and the next has not must go.
+func TestHeadersFilledAgainKeepNothing(t *testing.T) {
+	t.Parallel()
+	all := commits()
+	full, plain := all[len(all)-1], all[0]
+	h := events.NewCommitHeader()
+	h.Header["Another"] = []string{"stays"}
+	for _, c := range []*events.Commit{full, plain, plain, full, full, plain} {
+		h.Fill(c)
+		want := c.Header()
+		want["Another"] = []string{"stays"}
+		if !reflect.DeepEqual(h.Header, want) {
+			t.Errorf("filled again\n got %v\nwant %v", h.Header, want)
+		}
+	}
+}
+
 // TestCommitIsACloudEvent builds the event that the headers mean with the CloudEvents SDK.
 func TestCommitIsACloudEvent(t *testing.T) {
 	t.Parallel()

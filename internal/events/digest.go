@@ -50,7 +50,11 @@ func (d Digest) NextChain(c *Commit) Digest {
 }
 
 // String returns the digest in lower-case hex.
-func (d Digest) String() string { return hex.EncodeToString(d[:]) }
+func (d Digest) String() string {
+	var b [2 * len(d)]byte
+	hex.Encode(b[:], d[:])
+	return string(b[:])
+}
 
 // ParseDigest reads the hex form.
 func ParseDigest(s string) (Digest, error) {

@@ -72,6 +72,9 @@ type Context struct {
 	// EmptyCallID accepts a tool result whose callId is empty, as old recordings hold them.
 	// Defaults to false.
 	EmptyCallID bool
+	// Room is where the line may be written; it is not overwritten. A line that might not fit
+	// into its capacity gets memory of its own. Defaults to nil.
+	Room []byte
 }
 
 // Parse reads one event as a caller wrote it: any key order, any white space, seq and time
@@ -117,7 +120,7 @@ func Parse(raw []byte, c Context) (*Event, error) {
 			return nil, v
 		}
 	}
-	e.buildLine(env, spaces)
+	e.buildLine(env, spaces, c.Room[len(c.Room):])
 	if e.Kind.OnSurface() {
 		if v := e.checkMessage(c.Format, c.EmptyCallID); v != nil {
 			return nil, v
@@ -180,8 +183,12 @@ func readEnvelope(raw []byte, members []member) (env envelope, problem string) {
 			*slot = m.val
 		}
 	}
-	name, ok := text(typ)
-	env.typ = []byte(name)
+	ok := isText(typ)
+	if ok {
+		if env.typ = typ[1 : len(typ)-1]; bytes.IndexByte(env.typ, '\\') >= 0 {
+			env.typ = unescape(nil, env.typ)
+		}
+	}
 	switch {
 	case typ == nil:
 		note("type is missing")
@@ -353,8 +360,10 @@ func firstDuplicate(s []Seq) (Seq, bool) {
 
 // buildLine writes the canonical line. Metadata of an opaque event is kept token for token,
 // since nobody here knows what it means.
-func (e *Event) buildLine(env envelope, spaces bool) {
-	b := make([]byte, 0, len(env.datum)+len(env.op)+len(env.sources)+len(e.Type)+96)
+func (e *Event) buildLine(env envelope, spaces bool, b []byte) {
+	if most := len(env.datum) + len(env.op) + len(env.sources) + len(e.Type) + 96; cap(b) < most {
+		b = make([]byte, 0, most)
+	}
 	b = append(b, `{"type":"`...)
 	b = append(b, e.Type...)
 	b = append(b, `","seq":`...)

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"testing"
+	"unicode/utf8"
 
 	"palimpsest/internal/events"
 )
@@ -56,8 +57,8 @@ func FuzzParse(f *testing.F) {
 			}
 			return
 		}
-		if !json.Valid(raw) {
-			t.Fatal("taken, but no JSON")
+		if !json.Valid(raw) || !utf8.Valid(raw) {
+			t.Fatal("taken, but no JSON in UTF-8")
 		}
 		if !json.Valid(e.Line) || bytes.ContainsAny(e.Line, "\n\r") {
 			t.Fatalf("no line of JSON: %q", e.Line)

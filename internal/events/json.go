@@ -2,7 +2,10 @@ package events
 
 import (
 	"bytes"
+	"encoding/binary"
 	"fmt"
+	"math/bits"
+	"slices"
 	"strconv"
 	"unicode/utf8"
 )
@@ -27,7 +30,8 @@ type scanner struct {
 	b        []byte
 	i        int
 	maxDepth int
-	spaces   bool // insignificant white space was seen
+	spaces   bool   // insignificant white space was seen
+	seen     uint64 // bytes of strings, or-ed together: whether there are any beyond ASCII
 }
 
 func (s *scanner) fail(format string, args ...any) error {
@@ -174,10 +178,31 @@ var inString = func() (t [256]bool) {
 	return t
 }()
 
+// Eight bytes with 0x01 in each, and with 0x80.
+const (
+	ones  = 0x0101010101010101
+	highs = 0x80 * ones
+)
+
+// plainPrefix is how many of eight bytes come before the first that means something inside a
+// string. Subtracting one sets the high bit of a byte that was zero; the borrow can go wrong
+// in bytes behind the first match alone.
+func plainPrefix(w uint64) int {
+	quote, backslash := w^'"'*ones, w^'\\'*ones
+	match := (w-0x20*ones)&^w | (quote-ones)&^quote | (backslash-ones)&^backslash
+	return bits.TrailingZeros64(match&highs) / 8
+}
+
 func (s *scanner) str() error {
 	b := s.b
 	for i := s.i + 1; i < len(b); {
+		for n := 8; n == 8 && len(b)-i >= 8; i += n {
+			w := binary.LittleEndian.Uint64(b[i:])
+			s.seen |= w
+			n = plainPrefix(w)
+		}
 		for i < len(b) && !inString[b[i]] {
+			s.seen |= uint64(b[i])
 			i++
 		}
 		if i == len(b) {
@@ -264,17 +289,6 @@ func (s *scanner) word(w string) error {
 // scanText validates b as one JSON text of at most depth levels and reports whether it holds
 // insignificant white space. The members of an object go to rec, when there is one.
 func scanText(b []byte, depth int, rec *[]member) (spaces bool, err error) {
-	if !utf8.Valid(b) {
-		off := 0
-		for off < len(b) {
-			r, n := utf8.DecodeRune(b[off:])
-			if r == utf8.RuneError && n <= 1 {
-				break
-			}
-			off += n
-		}
-		return false, &syntaxError{off, "invalid UTF-8"}
-	}
 	s := scanner{b: b, maxDepth: depth}
 	s.space()
 	if rec != nil && s.i < len(b) && b[s.i] == '{' {
@@ -282,14 +296,30 @@ func scanText(b []byte, depth int, rec *[]member) (spaces bool, err error) {
 	} else {
 		err = s.value(0)
 	}
-	if err != nil {
-		return false, err
+	if s.space(); err == nil && s.i != len(b) {
+		err = s.fail("expected the end of the text, found %s", s.found())
 	}
-	s.space()
-	if s.i != len(b) {
-		return false, s.fail("expected the end of the text, found %s", s.found())
+	if err != nil || s.seen&highs != 0 { // bytes beyond ASCII outside of strings are an error too
+		if off := invalidUTF8(b); off >= 0 {
+			err = &syntaxError{off, "invalid UTF-8"}
+		}
 	}
-	return s.spaces, nil
+	return s.spaces && err == nil, err
+}
+
+// invalidUTF8 is the offset of the first byte that is not UTF-8, -1 when all are.
+func invalidUTF8(b []byte) int {
+	if utf8.Valid(b) {
+		return -1
+	}
+	off := 0
+	for {
+		r, n := utf8.DecodeRune(b[off:])
+		if r == utf8.RuneError && n <= 1 {
+			return off
+		}
+		off += n
+	}
 }
 
 // Compact validates b as one JSON text and appends it to dst without its insignificant
@@ -422,6 +452,60 @@ func eachElement(b []byte, f func(val []byte) bool) bool {
 		i = ve + 1
 	}
 	return true
+}
+
+// appendMembers appends the members of the object b (valid and compact), their keys unescaped.
+func appendMembers(ms []member, b []byte) []member {
+	eachMember(b, func(k, v []byte) bool {
+		if bytes.IndexByte(k, '\\') >= 0 {
+			k = unescape(nil, k)
+		}
+		ms = append(ms, member{k, v})
+		return true
+	})
+	return ms
+}
+
+// named returns the value of the first member of that name, or nil.
+func named(ms []member, name string) []byte {
+	for i := range ms {
+		if string(ms[i].key) == name {
+			return ms[i].val
+		}
+	}
+	return nil
+}
+
+// givenTwice returns a key that two members have, or "".
+func givenTwice(ms []member) string {
+	const few = 16
+	if len(ms) > few {
+		keys := make([][]byte, len(ms))
+		for i := range ms {
+			keys[i] = ms[i].key
+		}
+		slices.SortFunc(keys, bytes.Compare)
+		for i := 1; i < len(keys); i++ {
+			if bytes.Equal(keys[i], keys[i-1]) {
+				return string(keys[i])
+			}
+		}
+		return ""
+	}
+	for i := range ms {
+		for k := range ms[:i] {
+			if bytes.Equal(ms[i].key, ms[k].key) {
+				return string(ms[i].key)
+			}
+		}
+	}
+	return ""
+}
+
+// duplicateKey returns a key that the object b has twice, or "".
+func duplicateKey(b []byte) string {
+	var store [16]member
+	return givenTwice(appendMembers(store[:0], b))
 }
 
 // keyIs reports whether a key as it stands in the text, without its quotes, means name.

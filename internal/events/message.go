@@ -49,33 +49,23 @@ func (e *Event) checkMessage(f Format, emptyCallID bool) *Error {
 	if data[0] != '{' {
 		return fail("data: expected an object, found %s", kindOf(data))
 	}
-	if k := duplicateKey(data); k != "" {
+	var dataStore, msgStore [12]member
+	ofData := appendMembers(dataStore[:0], data)
+	if k := givenTwice(ofData); k != "" {
 		return fail("data: key %q is given twice", k)
 	}
-	msg, at := data, "data"
+	msg, ofMsg, at := data, ofData, "data"
 	if e.Kind != KindUser {
-		msg, at = get(data, "message"), "data.message"
-	}
-	if len(msg) == 0 || msg[0] != '{' {
-		return fail("%s: expected an object, found %s", at, kindOf(msg))
-	}
-	if k := duplicateKey(msg); k != "" {
-		return fail("%s: key %q is given twice", at, k)
-	}
-	var id, role, content, source []byte
-	eachMember(msg, func(k, v []byte) bool {
-		switch {
-		case keyIs(k, "id"):
-			id = v
-		case keyIs(k, "role"):
-			role = v
-		case keyIs(k, "content"):
-			content = v
-		case keyIs(k, "source"):
-			source = v
+		msg, at = named(ofData, "message"), "data.message"
+		if len(msg) == 0 || msg[0] != '{' {
+			return fail("%s: expected an object, found %s", at, kindOf(msg))
 		}
-		return true
-	})
+		ofMsg = appendMembers(msgStore[:0], msg)
+		if k := givenTwice(ofMsg); k != "" {
+			return fail("%s: key %q is given twice", at, k)
+		}
+	}
+	id, role, content, source := named(ofMsg, "id"), named(ofMsg, "role"), named(ofMsg, "content"), named(ofMsg, "source")
 	if !isText(id) || isEmptyText(id) {
 		return fail("%s.id: expected a non-empty string, found %s", at, kindOf(id))
 	}
@@ -88,10 +78,12 @@ func (e *Event) checkMessage(f Format, emptyCallID bool) *Error {
 	if len(source) == 0 || source[0] != '{' {
 		return fail("%s.source: expected an object, found %s", at, kindOf(source))
 	}
-	if k := duplicateKey(source); k != "" {
+	var sourceStore [6]member
+	ofSource := appendMembers(sourceStore[:0], source)
+	if k := givenTwice(ofSource); k != "" {
 		return fail("%s.source: key %q is given twice", at, k)
 	}
-	kind := get(source, "kind")
+	kind := named(ofSource, "kind")
 	if !isText(kind) || isEmptyText(kind) {
 		return fail("%s.source.kind: expected a non-empty string, found %s", at, kindOf(kind))
 	}
@@ -101,15 +93,15 @@ func (e *Event) checkMessage(f Format, emptyCallID bool) *Error {
 			return fail(`%s.source.kind: expected "model", found %s`, at, clip(kind))
 		}
 		for _, name := range []string{"provider", "model"} {
-			if !isText(get(source, name)) {
-				return fail("%s.source.%s: expected a string, found %s", at, name, kindOf(get(source, name)))
+			if tok := named(ofSource, name); !isText(tok) {
+				return fail("%s.source.%s: expected a string, found %s", at, name, kindOf(tok))
 			}
 		}
 	case KindTool:
 		if !textIs(kind, "tool") {
 			return fail(`%s.source.kind: expected "tool", found %s`, at, clip(kind))
 		}
-		return e.checkToolResult(f, msg, content, source, emptyCallID)
+		return e.checkToolResult(f, msg, ofMsg, named(ofSource, "callId"), named(ofData, "error"), emptyCallID)
 	}
 	return nil
 }
@@ -126,38 +118,40 @@ func orNothing(tok []byte) string {
 	return clip(tok)
 }
 
-func (e *Event) checkToolResult(f Format, msg, content, source []byte, emptyCallID bool) *Error {
+func (e *Event) checkToolResult(f Format, msg []byte, ofMsg []member, callTok, errTok []byte, emptyCallID bool) *Error {
 	fail := func(format string, args ...any) *Error {
 		return Violation(RuleMessageMalformed, e.Seq, e.Type+": data.message"+fmt.Sprintf(format, args...))
 	}
-	callID, ok := text(get(source, "callId"))
+	callID, ok := text(callTok)
 	if !ok || callID == "" && !emptyCallID {
-		return fail(".source.callId: expected a non-empty string, found %s", orNothing(get(source, "callId")))
+		return fail(".source.callId: expected a non-empty string, found %s", orNothing(callTok))
 	}
-	at, holder := "", msg
+	at, ofHolder := "", ofMsg
 	if !flatToolResult(f, msg) {
-		n := 0
-		eachElement(content, func(v []byte) bool { n++; holder = v; return n < 2 })
-		if typ := get(holder, "type"); n != 1 || !textIs(typ, "tool-result") {
+		n, block := 0, msg
+		eachElement(named(ofMsg, "content"), func(v []byte) bool { n++; block = v; return n < 2 })
+		var store [12]member
+		ofHolder = appendMembers(store[:0], block)
+		if typ := named(ofHolder, "type"); n != 1 || !textIs(typ, "tool-result") {
 			return fail(".content: expected exactly one block of type tool-result, found %d of which the last has type %s", n, orNothing(typ))
 		}
 		at = ".content[0]"
-		if k := duplicateKey(holder); k != "" {
+		if k := givenTwice(ofHolder); k != "" {
 			return fail("%s: key %q is given twice", at, k)
 		}
-		if c := get(holder, "content"); len(c) == 0 || c[0] != '[' {
+		if c := named(ofHolder, "content"); len(c) == 0 || c[0] != '[' {
 			return fail("%s.content: expected an array, found %s", at, kindOf(c))
 		}
 	}
-	if id, ok := text(get(holder, "toolCallId")); !ok || id != callID {
-		return fail("%s.toolCallId: expected %q as in source.callId, found %s", at, callID, orNothing(get(holder, "toolCallId")))
+	if tok := named(ofHolder, "toolCallId"); !textIs(tok, callID) {
+		return fail("%s.toolCallId: expected %q as in source.callId, found %s", at, callID, orNothing(tok))
 	}
-	isError := string(get(holder, "isError"))
-	if isError != "" && isError != "true" && isError != "false" {
-		return fail("%s.isError: expected a boolean, found %s", at, clip(get(holder, "isError")))
+	isError := named(ofHolder, "isError")
+	if s := string(isError); s != "" && s != "true" && s != "false" {
+		return fail("%s.isError: expected a boolean, found %s", at, clip(isError))
 	}
-	if err := get(e.Data(), "error"); err != nil && string(err) != "null" && isError != "true" {
-		return Violation(RuleToolErrorContradiction, e.Seq, fmt.Sprintf("data.error is set, so data.message%s.isError must be true, found %s", at, orNothing(get(holder, "isError"))))
+	if errTok != nil && string(errTok) != "null" && string(isError) != "true" {
+		return Violation(RuleToolErrorContradiction, e.Seq, fmt.Sprintf("data.error is set, so data.message%s.isError must be true, found %s", at, orNothing(isError)))
 	}
 	return nil
 }
@@ -166,36 +160,6 @@ func (e *Event) checkToolResult(f Format, msg, content, source []byte, emptyCall
 // itself (format 4, role tool) and not in a block of its content.
 func flatToolResult(f Format, msg []byte) bool {
 	return f >= Format4 && textIs(get(msg, "role"), "tool")
-}
-
-// duplicateKey returns a key that the object b has twice, or "".
-func duplicateKey(b []byte) string {
-	var store [16][]byte
-	keys := store[:0]
-	eachMember(b, func(k, _ []byte) bool {
-		if bytes.IndexByte(k, '\\') >= 0 {
-			k = unescape(nil, k)
-		}
-		keys = append(keys, k)
-		return true
-	})
-	if len(keys) > len(store) {
-		slices.SortFunc(keys, bytes.Compare)
-		for i := 1; i < len(keys); i++ {
-			if bytes.Equal(keys[i], keys[i-1]) {
-				return string(keys[i])
-			}
-		}
-		return ""
-	}
-	for i, k := range keys {
-		for _, other := range keys[:i] {
-			if bytes.Equal(k, other) {
-				return string(k)
-			}
-		}
-	}
-	return ""
 }
 
 // Fingerprint identifies everything of a tool/result's data that a rewrite must not change:

@@ -72,6 +72,7 @@ type Vocabulary struct {
 
 type vocabularyEntry struct {
 	name    string // interned, so that parsing a type allocates nothing
+	kind    Kind
 	builtIn bool
 }
 
@@ -82,7 +83,7 @@ func NewVocabulary(add ...string) (*Vocabulary, error) {
 	for line := range strings.Lines(vocabularyText) {
 		name := strings.TrimSuffix(strings.TrimSpace(line), " *")
 		if name != "" && !strings.HasPrefix(name, "#") {
-			v.known[name] = vocabularyEntry{name, true}
+			v.known[name] = vocabularyEntry{name, surfaceKinds[name], true}
 		}
 	}
 	for _, name := range add {
@@ -90,7 +91,7 @@ func NewVocabulary(add ...string) (*Vocabulary, error) {
 			return nil, fmt.Errorf("event type %q: expected %s", name, typePattern)
 		}
 		if _, ok := v.known[name]; !ok {
-			v.known[name] = vocabularyEntry{name, false}
+			v.known[name] = vocabularyEntry{name, KindLog, false}
 			v.added = append(v.added, name)
 		}
 	}
@@ -154,18 +155,25 @@ func (v *Vocabulary) classify(typ []byte, f Format, ignorable bool) (name string
 		}
 		return e.name, KindOpaque, ignorable
 	}
-	return e.name, surfaceKinds[e.name], true // KindLog is the zero Kind
+	return e.name, e.kind, true
 }
 
 const typePattern = "[A-Za-z0-9@][A-Za-z0-9@._:/-]{0,127}"
 
+// inType are the bytes of a type behind its first.
+var inType = func() (t [256]bool) {
+	for _, c := range []byte("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ@._:/-") {
+		t[c] = true
+	}
+	return t
+}()
+
 func validType(b []byte) bool {
-	if len(b) == 0 || len(b) > 128 {
+	if len(b) == 0 || len(b) > 128 || strings.IndexByte("._:/-", b[0]) >= 0 {
 		return false
 	}
-	for i, c := range b {
-		alnum := isDigit(c) || c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c == '@'
-		if !alnum && (i == 0 || !strings.ContainsRune("._:/-", rune(c))) {
+	for _, c := range b {
+		if !inType[c] {
 			return false
 		}
 	}

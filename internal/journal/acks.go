@@ -14,9 +14,11 @@ import (
 // the client library, which keeps a map of its own under the lock that publishing takes too.
 type acks struct {
 	conn   *nats.Conn
+	out    *Outbox
 	prefix string
 	next   atomic.Uint64
-	chans  sync.Pool // of chan *nats.Msg with room for one
+	flying atomic.Int64 // messages without an answer yet
+	pool   sync.Pool    // of *waiter
 	shards [16]ackShard
 
 	mu  sync.Mutex
@@ -25,14 +27,31 @@ type acks struct {
 
 type ackShard struct {
 	mu      sync.Mutex
-	waiting map[uint64]chan *nats.Msg
+	waiting map[uint64]*waiter
+}
+
+// waiter is a sender that waits for an answer, and is used again.
+type waiter struct {
+	ch    chan answer // with room for one
+	timer *time.Timer
+}
+
+// answer is what came back for a message, or why it could not be sent.
+type answer struct {
+	msg *nats.Msg
+	err error
 }
 
 func newAcks(conn *nats.Conn) *acks {
 	a := &acks{conn: conn, prefix: conn.NewInbox() + "."}
-	a.chans.New = func() any { return make(chan *nats.Msg, 1) }
+	a.out = NewOutbox(conn, func(m *nats.Msg, err error) { a.answer(m.Reply, answer{err: err}) })
+	a.pool.New = func() any {
+		w := &waiter{ch: make(chan answer, 1), timer: time.NewTimer(time.Hour)}
+		w.timer.Stop()
+		return w
+	}
 	for i := range a.shards {
-		a.shards[i].waiting = map[uint64]chan *nats.Msg{}
+		a.shards[i].waiting = map[uint64]*waiter{}
 	}
 	return a
 }
@@ -56,54 +75,58 @@ func (a *acks) open() error {
 	return nil
 }
 
-func (a *acks) answered(m *nats.Msg) {
-	id, err := strconv.ParseUint(m.Subject[len(a.prefix):], 36, 64)
+func (a *acks) answered(m *nats.Msg) { a.answer(m.Subject, answer{msg: m}) }
+
+// answer hands an answer to the sender whose reply subject it came to.
+func (a *acks) answer(subject string, got answer) {
+	id, err := strconv.ParseUint(subject[len(a.prefix):], 36, 64)
 	if err != nil {
 		return // nobody of ours waits for that
 	}
-	s := &a.shards[id%uint64(len(a.shards))]
-	s.mu.Lock()
-	ch := s.waiting[id]
-	delete(s.waiting, id)
-	s.mu.Unlock()
-	if ch != nil {
-		ch <- m
+	if w := a.remove(id); w != nil {
+		w.ch <- got
 	}
 }
 
-// send sends a message and waits for its answer. It sets the message's reply subject.
+// remove returns the sender that waits under a number, nil when it waits no more.
+func (a *acks) remove(id uint64) *waiter {
+	s := &a.shards[id%uint64(len(a.shards))]
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w := s.waiting[id]
+	delete(s.waiting, id)
+	return w
+}
+
+// send sends a message and waits for its answer. It sets the message's reply subject, and
+// after a timeout the message may still be in use.
 func (a *acks) send(msg *nats.Msg, timeout time.Duration) (*nats.Msg, error) {
 	if err := a.open(); err != nil {
 		return nil, err
 	}
+	a.flying.Add(1)
+	defer a.flying.Add(-1)
 	id := a.next.Add(1)
+	w := a.pool.Get().(*waiter)
 	s := &a.shards[id%uint64(len(a.shards))]
-	ch := a.chans.Get().(chan *nats.Msg)
 	s.mu.Lock()
-	s.waiting[id] = ch
+	s.waiting[id] = w
 	s.mu.Unlock()
 	msg.Reply = a.prefix + strconv.FormatUint(id, 36)
-	err := a.conn.PublishMsg(msg)
-	if err == nil {
-		timer := time.NewTimer(timeout)
-		defer timer.Stop()
-		select {
-		case m := <-ch:
-			a.chans.Put(ch)
-			if len(m.Data) == 0 && m.Header.Get("Status") == "503" {
-				return nil, nats.ErrNoResponders
-			}
-			return m, nil
-		case <-timer.C:
-			err = nats.ErrTimeout
+	w.timer.Reset(timeout)
+	a.out.Publish(msg)
+	select {
+	case got := <-w.ch:
+		w.timer.Stop()
+		a.pool.Put(w)
+		if m := got.msg; m != nil && len(m.Data) == 0 && m.Header.Get("Status") == "503" {
+			return nil, nats.ErrNoResponders
 		}
+		return got.msg, got.err
+	case <-w.timer.C:
+		if a.remove(id) != nil { // else an answer is on its way into the channel: leave that one to it
+			a.pool.Put(w)
+		}
+		return nil, nats.ErrTimeout
 	}
-	s.mu.Lock()
-	_, waits := s.waiting[id]
-	delete(s.waiting, id)
-	s.mu.Unlock()
-	if waits { // else an answer is on its way into the channel: leave that one to it
-		a.chans.Put(ch)
-	}
-	return nil, err
 }

@@ -91,8 +91,7 @@ type Conns struct {
 type Journal struct {
 	cfg    Config
 	conns  Conns
-	acks   []*acks       // one for each of conns.Publish
-	next   atomic.Uint64 // round robin over acks
+	acks   []*acks // one for each of conns.Publish
 	js     jetstream.JetStream
 	bulk   []jetstream.JetStream // partitions are followed over these, conns.Publish
 	vocab  atomic.Pointer[events.Vocabulary]
@@ -249,7 +248,7 @@ func (j *Journal) Partition(session string) int {
 // Subject returns the subject of a session's log.
 func (j *Journal) Subject(session string) string {
 	token := events.Token(session)
-	return fmt.Sprintf("%s.%d.%s", j.cfg.Prefix, events.Partition(token, j.cfg.Partitions), token)
+	return j.cfg.Prefix + "." + strconv.Itoa(events.Partition(token, j.cfg.Partitions)) + "." + token
 }
 
 // SessionOfSubject returns the session whose log a subject carries.

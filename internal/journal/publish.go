@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -61,15 +62,12 @@ func (e *apiError) Error() string {
 //     commit may be published again at any time.
 //   - *events.Error of another code, or ctx's error before anything was sent: not stored.
 func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (duplicate bool, err error) {
-	msg := &nats.Msg{Subject: j.Subject(c.Session), Header: c.Header(), Data: c.Body}
-	msg.Header[nats.ExpectedLastSubjSeqHdr] = []string{strconv.FormatUint(after, 10)}
-	msg.Header[nats.MsgIdHdr] = []string{c.ID}
-	conn := j.acks[int(j.next.Add(1))%len(j.acks)]
+	conn := j.conn()
 
 	if err := ctx.Err(); err != nil {
 		return false, err
 	}
-	seq, dup, err := j.publishOnce(conn, msg, c)
+	seq, dup, err := j.publishOnce(conn, c, after)
 	if err == nil {
 		c.StreamSeq = seq
 		return dup, nil
@@ -81,7 +79,7 @@ func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (
 	conflicts := 0
 	for attempt, pause := 0, 50*time.Millisecond; ; attempt++ {
 		if attempt > 0 {
-			if seq, dup, err = j.publishOnce(conn, msg, c); err == nil {
+			if seq, dup, err = j.publishOnce(conn, c, after); err == nil {
 				c.StreamSeq = seq
 				return dup, nil
 			}
@@ -127,6 +125,26 @@ func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (
 	}
 }
 
+// enough is how many commits in flight make a connection busy: fewer share its writes better
+// than they would run side by side.
+const enough = 64
+
+// conn returns the connection for the next publish: the first that is not busy, or else
+// whichever has least to do.
+func (j *Journal) conn() *acks {
+	least := j.acks[0]
+	for _, a := range j.acks {
+		n := a.flying.Load()
+		if n < enough {
+			return a
+		}
+		if n < least.flying.Load() {
+			least = a
+		}
+	}
+	return least
+}
+
 // definite returns the error for the caller when err says for certain that nothing was stored
 // and trying again is no use.
 func definite(c *events.Commit, err error, most int) error {
@@ -152,15 +170,39 @@ func isConflict(err error) bool {
 	return errors.As(err, &api) && (api.ErrCode == errWrongLastSeq || api.ErrCode == errWrongLastSeqConstant)
 }
 
-// publishOnce sends the message and waits for its ack.
-func (j *Journal) publishOnce(conn *acks, msg *nats.Msg, c *events.Commit) (seq uint64, dup bool, err error) {
+// message carries a commit to the server, and then another.
+type message struct {
+	nats.Msg
+	header    *events.CommitHeader
+	id, after [1]string
+}
+
+var messages = sync.Pool{New: func() any {
+	m := &message{header: events.NewCommitHeader()}
+	m.Header = m.header.Header
+	m.Header[nats.MsgIdHdr], m.Header[nats.ExpectedLastSubjSeqHdr] = m.id[:], m.after[:]
+	return m
+}}
+
+func (m *message) fill(c *events.Commit, after uint64) {
+	m.header.Fill(c)
+	m.id[0], m.after[0] = c.ID, strconv.FormatUint(after, 10)
+	m.Data = c.Body
+}
+
+// publishOnce sends the commit and waits for its ack.
+func (j *Journal) publishOnce(conn *acks, c *events.Commit, after uint64) (seq uint64, dup bool, err error) {
 	if j.Faults.BeforePublish != nil {
 		if err := j.Faults.BeforePublish(c); err != nil {
 			return 0, false, err
 		}
 	}
-	resp, err := conn.send(msg, j.cfg.PublishTimeout)
+	m := messages.Get().(*message)
+	m.fill(c, after)
+	m.Subject = j.Subject(c.Session)
+	resp, err := conn.send(&m.Msg, j.cfg.PublishTimeout)
 	if err == nil {
+		messages.Put(m) // a message without an answer may still be in use
 		seq, dup, err = parseAck(resp.Data)
 	}
 	if j.Faults.AfterPublish != nil {

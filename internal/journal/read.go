@@ -148,10 +148,45 @@ func (j *Journal) readFrom(ctx context.Context, session string, start jetstreame
 // batch reads up to readBatch messages of a subject from a start on, and reports whether there
 // are more.
 func (j *Journal) batch(ctx context.Context, subject string, start jetstreamext.GetBatchOpt) (out []*jetstream.RawStreamMsg, more bool, err error) {
+	return j.batchOf(ctx, j.cfg.Stream, subject, readBatch, readBatchBytes, start)
+}
+
+// BucketBatch reads up to most messages of the stream behind a KV bucket on, markers of deleted
+// keys too, in the order in which they were written: those of the keys that match a filter, from
+// a revision on. more reports whether there are others behind them.
+func (j *Journal) BucketBatch(ctx context.Context, bucket, filter string, from uint64, most int) (out []*jetstream.RawStreamMsg, more bool, err error) {
+	return j.batchOf(ctx, "KV_"+bucket, "$KV."+bucket+"."+filter, most, bucketBatchBytes, jetstreamext.GetBatchSeq(from))
+}
+
+// bucketBatchBytes is how many bytes of messages a batch of a bucket has, about: for each batch
+// the server counts what is pending, over all subjects, so it pays to have few.
+const bucketBatchBytes = 16 << 20
+
+// BucketHas reports whether a KV bucket has a message that BucketBatch would give. Asking costs
+// less than an empty batch, for which the server counts what is pending.
+func (j *Journal) BucketHas(ctx context.Context, bucket, filter string, from uint64) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, j.cfg.ReadTimeout)
 	defer cancel()
-	msgs, err := jetstreamext.GetBatch(ctx, j.js, j.cfg.Stream, readBatch,
-		jetstreamext.GetBatchSubject(subject), start, jetstreamext.GetBatchMaxBytes(readBatchBytes))
+	req := fmt.Appendf(nil, `{"seq":%d,"next_by_subj":"$KV.%s.%s"}`, from, bucket, filter)
+	m, err := j.conns.Read.RequestWithContext(ctx, j.cfg.APIPrefix+".DIRECT.GET.KV_"+bucket, req)
+	if err != nil {
+		return false, j.unavailable(err)
+	}
+	switch status := m.Header.Get("Status"); status {
+	case "":
+		return true, nil
+	case "404":
+		return false, nil
+	default:
+		return false, j.unavailable(fmt.Errorf("bucket %s: status %s %s", bucket, status, m.Header.Get("Description")))
+	}
+}
+
+func (j *Journal) batchOf(ctx context.Context, stream, subject string, most, mostBytes int, start jetstreamext.GetBatchOpt) (out []*jetstream.RawStreamMsg, more bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, j.cfg.ReadTimeout)
+	defer cancel()
+	msgs, err := jetstreamext.GetBatch(ctx, j.js, stream, most,
+		jetstreamext.GetBatchSubject(subject), start, jetstreamext.GetBatchMaxBytes(mostBytes))
 	if err != nil {
 		return nil, false, j.unavailable(err)
 	}

@@ -44,6 +44,9 @@ type deltaMessage struct {
 	To      events.Seq `json:"to"`   // seq of the head now
 	// StreamSeq is the stream sequence of the head's last commit.
 	StreamSeq uint64 `json:"streamSeq"`
+	// Digest is that of the event at To. A watcher knows by it whether the log is still the one
+	// that it followed.
+	Digest string `json:"digest"`
 	// Deltas are all that came between; nil when they are too many, and must be read from the log.
 	Deltas []Delta `json:"deltas"`
 }

@@ -83,6 +83,9 @@ func (p *partition) look(ctx context.Context, conn uint64) (follows bool, err er
 // goBack has every session of the partition held against the log as it is now, and reads on behind
 // where the log ends now.
 func (p *partition) goBack(ctx context.Context) error {
+	if !p.holds() {
+		return errLost
+	}
 	conn := p.w.log.Reconnects()
 	end, err := p.w.log.Info(ctx)
 	if err != nil {

@@ -7,7 +7,7 @@ import (
 )
 
 // Heads tells whoever waits that a head was written in this process. Heads that other
-// processes write are found by polling; this only makes the common case fast.
+// processes write are heard of on core NATS, and found by polling in any case.
 type Heads struct {
 	mu      sync.Mutex
 	waiting map[string][]*waiter

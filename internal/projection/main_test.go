@@ -65,6 +65,15 @@ func (j *tap) CreateKeyValue(ctx context.Context, cfg jetstream.KeyValueConfig) 
 	return &tappedKV{kv, j, cfg.Bucket}, err
 }
 
+func (j *tap) PublishMsg(ctx context.Context, m *nats.Msg, opts ...jetstream.PublishOpt) (*jetstream.PubAck, error) {
+	if key, ok := strings.CutPrefix(m.Subject, "$KV."+projection.WorkersBucket+"."); ok {
+		if err := j.ask("publish", projection.WorkersBucket, key); err != nil {
+			return nil, err
+		}
+	}
+	return j.JetStream.PublishMsg(ctx, m, opts...)
+}
+
 type tappedKV struct {
 	jetstream.KeyValue
 	tap    *tap
@@ -205,6 +214,9 @@ func (w *world) worker0(cfg projection.Config, log ...*journal.Journal) *worker 
 	}
 	if cfg.FlushAfter == 0 {
 		cfg.FlushAfter = 5 * time.Millisecond
+	}
+	if cfg.ID == "" { // its partitions are not shared
+		cfg.Unleased = true
 	}
 	if cfg.CheckpointEvery == 0 {
 		cfg.CheckpointEvery = 10 * time.Millisecond

@@ -46,6 +46,7 @@ type partition struct {
 	unfollow    context.CancelFunc // lets go of a delivery that waits for its turn
 	garbage     []trash
 	done        chan struct{} // closed when run has returned
+	holds       func() bool   // whether the partition's lease still lets it write
 
 	back   bool      // the log lost its end: goBack is due
 	unheld bool      // the stored checkpoint says that heads are still being compared
@@ -65,6 +66,7 @@ type partition struct {
 	checkpointed  atomic.Uint64
 	oldest        atomic.Int64 // Unix ms, when the oldest unflushed event was read; 0 for none
 	count, memory atomic.Int64
+	aside         atomic.Int64 // sessions in quarantine
 	follower      atomic.Pointer[journal.Follower]
 	trouble       atomic.Pointer[string]
 }
@@ -112,7 +114,7 @@ func (e *entry) note(p *session.Plan) {
 
 // tell takes what was noted as the message that announces a flush.
 func (e *entry) tell(f *snapshot.Flush) *deltaMessage {
-	m := &deltaMessage{Session: e.session, From: e.told, To: f.Seq, StreamSeq: e.snap.StreamSeq, Deltas: e.deltas}
+	m := &deltaMessage{Session: e.session, From: e.told, To: f.Seq, StreamSeq: e.snap.StreamSeq, Digest: e.snap.Digest.String(), Deltas: e.deltas}
 	if f.Overwrite { // the log was folded anew: what was told before is not what this follows on
 		m.From, m.Deltas = events.NoSeq, nil
 	}
@@ -164,7 +166,8 @@ func newPartition(w *Worker, b *Buckets, n int, stream jetstream.Stream, quarant
 		quarantined = map[string]bool{}
 	}
 	return &partition{
-		w: w, b: b, n: n, stream: stream, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, lost: map[string]lost{}, quarantined: quarantined,
+		holds: func() bool { return true },
+		w:     w, b: b, n: n, stream: stream, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, lost: map[string]lost{}, quarantined: quarantined,
 		written: make(chan result, w.cfg.Writes), retries: make(chan retry), done: make(chan struct{}),
 	}
 }
@@ -208,7 +211,7 @@ func (p *partition) readCheckpoint(ctx context.Context, end uint64) error {
 	return nil
 }
 
-// run works the partition until ctx ends, and then drains it.
+// run works the partition until ctx ends, and then drains it, unless its lease was lost.
 func (p *partition) run(ctx context.Context) {
 	defer close(p.done)
 	in := make(chan journal.Delivery, deliveries)
@@ -244,7 +247,9 @@ func (p *partition) run(ctx context.Context) {
 			p.troubled(err)
 		case <-ticker.C:
 		case <-ctx.Done():
-			p.drain()
+			if p.holds() {
+				p.drain()
+			}
 			return
 		}
 		if p.back && ctx.Err() == nil {
@@ -693,6 +698,9 @@ func (p *partition) flush(ctx context.Context, e *entry) {
 // write writes a flush until it is known to be written or another owner's is.
 func (p *partition) write(ctx context.Context, f *snapshot.Flush, rev uint64) (uint64, error) {
 	for {
+		if !p.holds() {
+			return 0, errLost // another owner folds it
+		}
 		// What was folded is written even while the worker stops.
 		wctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 		next, err := p.b.Snapshots.Write(wctx, f, rev)
@@ -718,6 +726,7 @@ func (p *partition) settle(r result) {
 	if r.err != nil {
 		if errors.Is(r.err, snapshot.ErrMoved) {
 			p.w.stats.Moved.Add(1)
+			p.w.stats.Stale.Add(1)
 			if s := p.w.cfg.Signals.Moved; s != nil {
 				s(e.session)
 			}
@@ -732,6 +741,7 @@ func (p *partition) settle(r result) {
 	e.writingSince, e.writingFirst = time.Time{}, 0
 	e.rev = r.rev
 	p.w.stats.Flushes.Add(1)
+	p.trouble.Store(nil)
 	if e.since.IsZero() {
 		delete(p.dirty, e)
 	}
@@ -890,7 +900,7 @@ func (p *partition) checkpointDue(ctx context.Context, now time.Time) {
 
 func (p *partition) writeCheckpoint(ctx context.Context) {
 	upTo := p.safe()
-	if upTo <= p.checkpoint && !(p.unheld && len(p.lost) == 0 && upTo == p.checkpoint) {
+	if !p.holds() || upTo <= p.checkpoint && !(p.unheld && len(p.lost) == 0 && upTo == p.checkpoint) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
@@ -899,7 +909,12 @@ func (p *partition) writeCheckpoint(ctx context.Context) {
 		// Another owner's, or no answer: take what is stored. It is never too far, since
 		// whoever wrote it had written the heads before.
 		p.troubled(fmt.Errorf("checkpoint: %w", err))
-		p.takeCheckpoint(ctx)
+		if errors.Is(err, jetstream.ErrKeyExists) || conflict(err) {
+			p.w.stats.Stale.Add(1)
+		}
+		if p.takeCheckpoint(ctx); !p.unheld {
+			p.checkpointed.Store(p.checkpoint)
+		}
 		return
 	}
 	p.checkpointed.Store(upTo)
@@ -953,7 +968,7 @@ func (p *partition) drain() {
 	deadline := time.Now().Add(10 * time.Second)
 	ctx, cancel := context.WithDeadline(context.Background(), deadline)
 	defer cancel()
-	for len(p.dirty) > 0 && ctx.Err() == nil {
+	for len(p.dirty) > 0 && ctx.Err() == nil && p.holds() {
 		p.flushDue(ctx, time.Now(), true)
 		select {
 		case r := <-p.written:
@@ -982,6 +997,9 @@ func (p *partition) status(ctx context.Context) PartitionStatus {
 		st.OldestUnflushedMs = max(1, time.Now().UnixMilli()-at)
 	}
 	st.Checkpoint, st.Sessions, st.Bytes = p.checkpointed.Load(), int(p.count.Load()), int(p.memory.Load())
+	if st.Lag != nil && *st.Lag == 0 && st.OldestUnflushedMs == 0 && st.Checkpoint >= st.Read {
+		p.trouble.Store(nil) // whatever it was, nothing is left of it
+	}
 	if s := p.trouble.Load(); s != nil {
 		st.Error = *s
 	}

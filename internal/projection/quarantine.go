@@ -24,7 +24,19 @@ type Quarantine struct {
 	Detail    string      `json:"detail"`
 	StreamSeq uint64      `json:"streamSeq"` // of the message that holds it
 	Time      int64       `json:"time"`      // Unix ms, when it was found
+	// Skipped is set when somebody decided to leave the session as it is.
+	Skipped *Skipped `json:"skipped,omitempty"`
 }
+
+// Skipped is the decision to leave a session in quarantine. It ends with a retry.
+type Skipped struct {
+	By     string `json:"by"`
+	Reason string `json:"reason"`
+	Time   int64  `json:"time"` // Unix ms
+}
+
+// Alerts reports whether a record, nil for none, asks for somebody's attention.
+func (q *Quarantine) Alerts() bool { return q != nil && q.Skipped == nil }
 
 // readQuarantine returns the sessions in quarantine by partition.
 func (w *Worker) readQuarantine(ctx context.Context, b *Buckets) (map[int]map[string]bool, error) {
@@ -80,8 +92,12 @@ func (b *Buckets) QuarantineOf(ctx context.Context, session string) (*Quarantine
 	if err != nil {
 		return nil, unavailable("quarantine", err)
 	}
+	return parseQuarantine(session, e.Value())
+}
+
+func parseQuarantine(session string, b []byte) (*Quarantine, error) {
 	q := new(Quarantine)
-	if err := json.Unmarshal(e.Value(), q); err != nil {
+	if err := json.Unmarshal(b, q); err != nil {
 		return nil, &events.Error{Code: events.CodeCorrupt, Session: session, Detail: "the quarantine record is not readable: " + err.Error()}
 	}
 	return q, nil
@@ -95,11 +111,20 @@ func (p *partition) quarantine(ctx context.Context, session string, streamSeq ui
 	} else if err != nil {
 		p.troubled(err)
 	}
-	q, err := p.record(ctx, session, streamSeq, cause)
+	old, err := p.b.QuarantineOf(ctx, session)
+	if temporary(err) {
+		return err
+	}
+	var skipped *Skipped
+	if old != nil && old.StreamSeq == streamSeq { // found before, by another owner
+		skipped = old.Skipped
+	}
+	q, err := p.record(ctx, session, streamSeq, cause, skipped)
 	if err != nil {
 		return err
 	}
 	p.quarantined[session] = true
+	p.aside.Store(int64(len(p.quarantined)))
 	p.w.stats.Quarantined.Add(1)
 	p.w.cfg.Logger.Error("session quarantined", "session", session, "streamSeq", streamSeq, "code", q.Code, "rule", q.Rule, "detail", q.Detail)
 	if e := p.sessions[session]; e != nil {
@@ -113,8 +138,11 @@ func (p *partition) quarantine(ctx context.Context, session string, streamSeq ui
 }
 
 // record writes a session's record.
-func (p *partition) record(ctx context.Context, session string, streamSeq uint64, cause error) (*Quarantine, error) {
-	q := &Quarantine{Session: session, StreamSeq: streamSeq, Time: time.Now().UnixMilli(), Detail: cause.Error(), Code: events.CodeInternal}
+func (p *partition) record(ctx context.Context, session string, streamSeq uint64, cause error, skipped *Skipped) (*Quarantine, error) {
+	if !p.holds() {
+		return nil, errLost
+	}
+	q := &Quarantine{Session: session, StreamSeq: streamSeq, Skipped: skipped, Time: time.Now().UnixMilli(), Detail: cause.Error(), Code: events.CodeInternal}
 	var e *events.Error
 	if errors.As(cause, &e) {
 		q.Code, q.Rule, q.Seq, q.Detail = e.Code, e.Rule, e.Seq, e.Detail
@@ -253,15 +281,19 @@ func (p *partition) retry(ctx context.Context, session string) error {
 		return err
 	}
 	if stopped != nil {
-		q, err := p.record(ctx, session, stopped.streamSeq, stopped)
+		q, err := p.record(ctx, session, stopped.streamSeq, stopped, nil)
 		if err != nil {
 			return err
 		}
 		return &events.Error{Code: events.CodeQuarantined, Session: session, Seq: q.Seq, Rule: q.Rule, Detail: "still in quarantine: " + q.Detail}
 	}
+	if !p.holds() {
+		return errLost
+	}
 	if err := p.b.Quarantine.Purge(ctx, p.b.quarantineKey(session)); err != nil {
 		return unavailable("quarantine", err)
 	}
 	delete(p.quarantined, session)
+	p.aside.Store(int64(len(p.quarantined)))
 	return nil
 }

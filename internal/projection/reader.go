@@ -8,6 +8,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/nats-io/nats.go"
+
 	"palimpsest/internal/cache"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
@@ -16,7 +18,7 @@ import (
 	"palimpsest/internal/surface"
 )
 
-// pollHeads is how often a reader that waits looks at the bucket for another process's heads.
+// pollHeads is how often a reader that waits looks at the bucket, should it have missed the news.
 const pollHeads = 100 * time.Millisecond
 
 // Reader serves what was projected, and the log itself. It is safe for concurrent use.
@@ -116,6 +118,36 @@ func (r *Reader) View(ctx context.Context, session string, want Want) (*View, er
 	return v, nil
 }
 
+// Projected returns the seq of a session's head, NoSeq for a session without events. One whose
+// first events are not projected yet is waited for.
+func (r *Reader) Projected(ctx context.Context, session string, timeout time.Duration) (events.Seq, error) {
+	if err := events.CheckSessionID(session); err != nil {
+		return events.NoSeq, err
+	}
+	if _, err := r.headers.Get(ctx, session); err != nil {
+		return events.NoSeq, err
+	}
+	for waited := false; ; waited = true {
+		h, _, err := r.buckets.Snapshots.Head(ctx, session)
+		if err != nil || h != nil {
+			if h == nil {
+				return events.NoSeq, err
+			}
+			return h.Seq, err
+		}
+		last, err := r.log.LeaderLast(ctx, session)
+		if err != nil && !isMalformed(err) {
+			return events.NoSeq, err
+		}
+		if last == nil && err == nil || waited {
+			return events.NoSeq, nil
+		}
+		if err := r.await(ctx, session, 0, timeout); err != nil {
+			return events.NoSeq, err
+		}
+	}
+}
+
 func isMalformed(err error) bool {
 	var m *journal.MalformedError
 	return errors.As(err, &m)
@@ -168,6 +200,7 @@ func (r *Reader) await(ctx context.Context, session string, seq events.Seq, time
 	defer stop()
 	over := time.NewTimer(timeout)
 	defer over.Stop()
+	var news chan struct{} // another process may have written a head
 	for pause := 5 * time.Millisecond; ; pause = min(2*pause, pollHeads) {
 		h, _, err := r.buckets.Snapshots.Head(ctx, session)
 		if err != nil {
@@ -186,10 +219,24 @@ func (r *Reader) await(ctx context.Context, session string, seq events.Seq, time
 		}
 		if q != nil {
 			return &events.Error{Code: events.CodeQuarantined, Session: session, Rule: q.Rule, Seq: q.Seq, ExpectedSeq: &seq, ActualSeq: &have,
-				Detail: "the session is in quarantine and its projection stands still: " + q.Detail}
+				Detail: q.standsStill()}
+		}
+		if news == nil {
+			news = make(chan struct{}, 1)
+			sub, err := r.log.JetStream().Conn().Subscribe(DeltaSubject(session), func(*nats.Msg) {
+				select {
+				case news <- struct{}{}:
+				default:
+				}
+			})
+			if err == nil { // else there is still the polling
+				defer func() { _ = sub.Unsubscribe() }() // fails only when the connection is gone
+			}
+			continue // the head may have come before the server knew of the subscription
 		}
 		poll := time.NewTimer(pause)
 		select {
+		case <-news:
 		case <-hit:
 			hit = nil // once: the replica that answers may lag
 		case <-poll.C:
@@ -289,50 +336,6 @@ func (r *Reader) Export(ctx context.Context, session string, w io.Writer) error 
 			yield(nil, err)
 		}
 	})
-}
-
-// SessionList is one page of sessions, sorted by id.
-type SessionList struct {
-	Sessions []*events.Header
-	Cursor   string // where the next page starts; "" behind the last one
-}
-
-// Sessions lists sessions: all of them, or the children of one.
-func (r *Reader) Sessions(ctx context.Context, parent, cursor string, limit int) (*SessionList, error) {
-	var ids []string
-	var err error
-	if parent == "" {
-		ids, err = r.headers.List(ctx)
-	} else {
-		ids, err = r.headers.Children(ctx, parent)
-	}
-	if err != nil {
-		return nil, err
-	}
-	slices.Sort(ids)
-	from, _ := slices.BinarySearch(ids, cursor)
-	if cursor != "" && from < len(ids) && ids[from] == cursor {
-		from++
-	}
-	out := new(SessionList)
-	for _, id := range ids[from:] {
-		if len(out.Sessions) == limit {
-			out.Cursor = out.Sessions[limit-1].ID
-			break
-		}
-		h, err := r.headers.Get(ctx, id)
-		if errors.Is(err, events.ErrSessionNotFound) {
-			continue // an index entry whose header never came
-		}
-		if err == nil && parent != "" && h.ParentSession != parent {
-			continue // an index entry of a header that was refused
-		}
-		if err != nil {
-			return nil, err
-		}
-		out.Sessions = append(out.Sessions, h)
-	}
-	return out, nil
 }
 
 // Quarantined lists the sessions in quarantine.

@@ -243,14 +243,15 @@ func TestSessionsAreListedInPages(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	fleet := projection.NewFleet(w.reader, projection.FleetConfig{})
 	list := func(parent string) (out []string) {
 		for cursor := ""; ; {
-			l, err := w.reader.Sessions(ctx, parent, cursor, 2)
+			l, err := fleet.List(ctx, projection.FleetFilter{Parent: parent}, cursor, 2)
 			if err != nil {
 				t.Fatal(err)
 			}
-			for _, h := range l.Sessions {
-				out = append(out, h.ID)
+			for _, r := range l.Rows {
+				out = append(out, r.Session)
 			}
 			if cursor = l.Cursor; cursor == "" {
 				return out

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -25,8 +26,6 @@ type RebuildOptions struct {
 	// Follow is how long to fold on after the switch until all workers have followed it.
 	// Defaults to 1 min.
 	Follow time.Duration
-	// Followed reports whether all workers work on a generation. Nil means that there are none.
-	Followed func(ctx context.Context, generation int) (bool, error)
 	// Progress hears how far it is, a few times a second. May be nil.
 	Progress func(RebuildProgress)
 }
@@ -69,7 +68,7 @@ func Rebuild(ctx context.Context, j *journal.Journal, b *Buckets, o RebuildOptio
 	}
 	r := &RebuildReport{From: g.Current, To: store.Generation()}
 	cfg := o.Worker
-	cfg.Quiet = true
+	cfg.Quiet, cfg.Unleased = true, true // nobody else writes into it
 	w := NewWorker(j, b.of(store), NewHeads(), cfg)
 	if err := w.Start(ctx); err != nil {
 		return nil, err
@@ -87,10 +86,6 @@ func Rebuild(ctx context.Context, j *journal.Journal, b *Buckets, o RebuildOptio
 }
 
 func (o *RebuildOptions) rebuild(ctx context.Context, j *journal.Journal, b *Buckets, w *Worker, store *snapshot.Store, r *RebuildReport, began time.Time) error {
-	end, err := j.Info(ctx)
-	if err != nil {
-		return err
-	}
 	ticker := time.NewTicker(rebuildTick)
 	defer ticker.Stop()
 	wait := func() error {
@@ -106,11 +101,19 @@ func (o *RebuildOptions) rebuild(ctx context.Context, j *journal.Journal, b *Buc
 			o.Progress(RebuildProgress{Events: w.stats.Events.Load(), Lag: lag, Switched: switched})
 		}
 	}
-	for {
-		lag, caughtUp := behind(w.Status(ctx), end.State.LastSeq)
+	// The log may grow all the time: all that it held a tick ago is near enough.
+	for end := uint64(math.MaxUint64); ; {
+		lag, caughtUp := behind(w.Status(ctx), end)
 		tell(lag, false)
 		if caughtUp {
 			break
+		}
+		now, err := j.Info(ctx)
+		if err != nil && ctx.Err() == nil {
+			return err
+		}
+		if err == nil {
+			end = now.State.LastSeq
 		}
 		if err := wait(); err != nil {
 			return fmt.Errorf("rebuild: stopped at %d events, the same command goes on from there: %w", w.stats.Events.Load(), err)
@@ -132,8 +135,8 @@ func (o *RebuildOptions) rebuild(ctx context.Context, j *journal.Journal, b *Buc
 		o.Follow = time.Minute
 	}
 	over := time.Now().Add(o.Follow)
-	for o.Followed != nil {
-		if r.Followed, err = o.Followed(ctx, r.To.N); err != nil || r.Followed || time.Now().After(over) {
+	for {
+		if r.Followed, err = b.followed(ctx, j.Partitions(), r.To.N); err != nil || r.Followed || time.Now().After(over) {
 			return err
 		}
 		tell(0, true)
@@ -141,20 +144,34 @@ func (o *RebuildOptions) rebuild(ctx context.Context, j *journal.Journal, b *Buc
 			return err
 		}
 	}
-	r.Followed = true
-	return nil
 }
 
+// followed reports whether all workers that there are write a generation.
+func (b *Buckets) followed(ctx context.Context, partitions, generation int) (bool, error) {
+	v, err := b.Workers.read(ctx, partitions)
+	if err != nil {
+		return false, err
+	}
+	for _, m := range v.members {
+		if m.Generation != generation {
+			return false, nil
+		}
+	}
+	return true, nil
+}
+
+// unflushed is how old what is in no head may be for a partition to be caught up, in milliseconds.
+const unflushed = 1000
+
 // behind says how many commits are still to be read, and whether everything up to a stream sequence
-// is in heads.
+// is in heads, or about to be.
 func behind(ps []PartitionStatus, end uint64) (lag uint64, caughtUp bool) {
 	caughtUp = true
 	for _, p := range ps {
 		if p.Lag != nil {
 			lag += *p.Lag
 		}
-		atRest := p.Lag != nil && *p.Lag == 0 && p.OldestUnflushedMs == 0
-		caughtUp = caughtUp && (atRest || p.Checkpoint >= end)
+		caughtUp = caughtUp && (p.Lag != nil && *p.Lag == 0 || p.Read >= end) && p.OldestUnflushedMs <= unflushed
 	}
 	return lag, caughtUp
 }

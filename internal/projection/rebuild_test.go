@@ -41,7 +41,13 @@ func TestRebuildServesOnAndSwitches(t *testing.T) {
 	busy.Add(2)
 	go func() {
 		defer busy.Done()
+		pace := time.NewTicker(5 * time.Millisecond)
+		defer pace.Stop()
 		for i := 0; ctx.Err() == nil; i++ {
+			select {
+			case <-pace.C:
+			case <-ctx.Done():
+			}
 			if _, err := w.Append(ctx, appender.Request{Session: id(i), Events: [][]byte{[]byte(user("more"))}}); err != nil && ctx.Err() == nil {
 				t.Errorf("append: %v", err)
 			}
@@ -50,6 +56,8 @@ func TestRebuildServesOnAndSwitches(t *testing.T) {
 	reads := 0
 	go func() {
 		defer busy.Done()
+		pace := time.NewTicker(2 * time.Millisecond)
+		defer pace.Stop()
 		last := map[string]events.Seq{}
 		for i := 0; ctx.Err() == nil; i++ {
 			v, err := w.reader.View(ctx, id(i), projection.Want{MinSeq: events.NoSeq, Timeout: 10 * time.Second})
@@ -64,6 +72,10 @@ func TestRebuildServesOnAndSwitches(t *testing.T) {
 			}
 			last[id(i)] = v.Last()
 			reads++
+			select {
+			case <-pace.C:
+			case <-ctx.Done():
+			}
 		}
 	}()
 	r, err := projection.Rebuild(journaltest.Context(t), w.log, w.buckets, projection.RebuildOptions{})

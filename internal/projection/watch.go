@@ -28,6 +28,10 @@ const (
 // ErrSlow ends the watch of a reader that did not keep up.
 var ErrSlow = errors.New("projection: the watcher did not keep up; resume from the last seq that it saw")
 
+// ErrRewound ends the watches of a session whose log lost its end, in a power cut: what the
+// watchers were told of is not there any more.
+var ErrRewound = errors.New("projection: the log lost its end, and what was told of it is gone; read the surface again and watch from its seq")
+
 // Hubs are the sessions that are watched in this process. A hub follows one session for all
 // its watchers.
 type Hubs struct {
@@ -52,9 +56,12 @@ type hub struct {
 	done    chan struct{} // closed when its goroutine has returned
 	watches int           // guarded by Hubs.mu
 
-	// surface and streamSeq belong to the hub's goroutine.
-	surface   *surface.State
-	streamSeq uint64
+	// These belong to the hub's goroutine.
+	surface    *surface.State
+	last       events.Seq // of the last commit that is known, NoSeq for none
+	streamSeq  uint64     // of that commit
+	digest     string     // of its last event; "" when it is not known
+	reconnects uint64     // of the connection, when the log was last known to be the one that is followed
 
 	mu      sync.Mutex // guards all below
 	seq     events.Seq // of the last event whose delta, if it had one, is known
@@ -174,7 +181,7 @@ func (hs *Hubs) join(ctx context.Context, session string) (*hub, error) {
 	if h == nil {
 		run, cancel := context.WithCancel(context.WithoutCancel(ctx))
 		h = &hub{hs: hs, session: session, cancel: cancel, ready: make(chan struct{}), done: make(chan struct{}),
-			seq: events.NoSeq, from: events.NoSeq, changed: make(chan struct{})}
+			last: events.NoSeq, seq: events.NoSeq, from: events.NoSeq, changed: make(chan struct{})}
 		hs.hubs[session] = h
 		go h.run(run, hd.Format)
 	}
@@ -220,13 +227,14 @@ func (h *hub) load(ctx context.Context, f events.Format) error {
 		h.surface = surface.New(f, surface.KeepFingerprints)
 		return h.heal(ctx)
 	}
-	h.surface, h.streamSeq = snap.Surface, snap.StreamSeq
+	h.surface, h.last, h.streamSeq, h.digest = snap.Surface, snap.Last(), snap.StreamSeq, snap.Digest.String()
 	h.seq, h.from = snap.Last(), snap.Last()
 	return h.heal(ctx)
 }
 
 func (h *hub) run(ctx context.Context, f events.Format) {
 	defer close(h.done)
+	h.reconnects = h.hs.conn.Stats().Reconnects
 	msgs := make(chan *nats.Msg, 256)
 	sub, err := h.hs.conn.ChanSubscribe(DeltaSubject(h.session), msgs) // first, so that nothing is missed
 	if err == nil {
@@ -249,20 +257,44 @@ func (h *hub) run(ctx context.Context, f events.Format) {
 		select {
 		case m := <-msgs:
 			var d deltaMessage
-			if json.Unmarshal(m.Data, &d) != nil || !h.take(&d) {
+			readable := json.Unmarshal(m.Data, &d) == nil
+			// Folded anew: because the log lost its end, or a snapshot was damaged.
+			if err = h.sameLog(ctx, readable && d.From == events.NoSeq && d.Deltas == nil); err == nil && !(readable && h.take(&d)) {
 				err = h.heal(ctx)
 			}
 		case <-timer.C:
-			err = h.heal(ctx)
+			if err = h.sameLog(ctx, false); err == nil {
+				err = h.heal(ctx)
+			}
 		case <-ctx.Done():
 			return
 		}
 		timer.Reset(silence)
-		if err != nil && ctx.Err() == nil && !temporary(err) {
-			h.end(err) // the log holds what cannot be folded
+		if err != nil && ctx.Err() == nil && (!temporary(err) || errors.Is(err, ErrRewound)) {
+			h.end(err) // the log holds what cannot be folded, or lost what was folded
 			return
 		}
 	}
+}
+
+// sameLog makes sure that the log still holds what the hub followed, when it is asked to or the
+// connection was lost since: a power cut may have taken the log's end away.
+func (h *hub) sameLog(ctx context.Context, now bool) error {
+	reconnects := h.hs.conn.Stats().Reconnects
+	if reconnects == h.reconnects && !now {
+		return nil
+	}
+	if h.last > events.NoSeq {
+		c, err := h.hs.r.log.Locate(ctx, h.session, h.last)
+		if err != nil {
+			return err
+		}
+		if c == nil || c.StreamSeq != h.streamSeq || c.Last != h.last || h.digest != "" && c.Digest.String() != h.digest {
+			return ErrRewound
+		}
+	}
+	h.reconnects = reconnects
+	return nil
 }
 
 // take applies the deltas of a flush if they follow on what the hub has. It reports false when
@@ -283,7 +315,7 @@ func (h *hub) take(m *deltaMessage) bool {
 		h.add(d)
 		h.seq = d.Seq
 	}
-	h.seq, h.streamSeq = m.To, max(h.streamSeq, m.StreamSeq)
+	h.seq, h.last, h.streamSeq, h.digest = m.To, m.To, m.StreamSeq, m.Digest
 	h.wake()
 	return true
 }
@@ -301,7 +333,7 @@ func (h *hub) heal(ctx context.Context) error {
 			return err
 		}
 		h.seq = max(h.seq, c.Last)
-		h.streamSeq = c.StreamSeq
+		h.last, h.streamSeq, h.digest = c.Last, c.StreamSeq, c.Digest.String()
 		return nil
 	})
 	h.mu.Lock()

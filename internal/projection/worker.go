@@ -8,11 +8,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
+	"github.com/nats-io/nuid"
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
@@ -22,6 +24,20 @@ import (
 
 // Config is how a worker projects.
 type Config struct {
+	// ID names the worker among those that share the partitions: 1 to 128 characters of
+	// [A-Za-z0-9_-]. Defaults to host, pid and something random.
+	ID string
+	// Lease is how long a worker that is gone keeps its partitions: whole seconds, 2 s and more.
+	// It is renewed three times as often, and every 2 s at the latest. Defaults to 3 s, and to
+	// 10 s when Replicas or those of the stream are above 1, since the election of a leader
+	// takes 6 s and more.
+	Lease time.Duration
+	// Unleased has the worker work its partitions without asking anybody. Several workers may
+	// have the same ones: each folds everything, and writes of heads are refused to all but one.
+	// Defaults to false.
+	Unleased bool
+	// Partitions are those that an unleased worker works. Defaults to all.
+	Partitions []int
 	// FlushAfter is the longest that a folded event waits to be in a head. Defaults to 50 ms.
 	FlushAfter time.Duration
 	// FlushBehind is the same while more than a thousand commits of the partition are still to be
@@ -93,6 +109,9 @@ func (c Config) withDefaults() Config {
 	if c.Replicas == 0 {
 		c.Replicas = 1
 	}
+	if c.ID == "" {
+		c.ID = DefaultWorkerID()
+	}
 	if c.Logger == nil {
 		c.Logger = slog.Default()
 	}
@@ -104,6 +123,7 @@ type Buckets struct {
 	Snapshots   *snapshot.Store
 	Checkpoints jetstream.KeyValue
 	Quarantine  jetstream.KeyValue
+	Workers     *Roster
 }
 
 // Names of the buckets beside SURFACES.
@@ -127,6 +147,9 @@ func OpenBuckets(ctx context.Context, js jetstream.JetStream, replicas int) (*Bu
 			return nil, err
 		}
 	}
+	if b.Workers, err = OpenRoster(ctx, js, replicas); err != nil {
+		return nil, err
+	}
 	return b, nil
 }
 
@@ -135,38 +158,50 @@ func (b *Buckets) Pin(ctx context.Context) *Buckets { return b.of(b.Snapshots.Pi
 
 // of returns the buckets of one generation of snapshots.
 func (b *Buckets) of(s *snapshot.Store) *Buckets {
-	return &Buckets{Snapshots: s, Checkpoints: b.Checkpoints, Quarantine: b.Quarantine}
+	return &Buckets{Snapshots: s, Checkpoints: b.Checkpoints, Quarantine: b.Quarantine, Workers: b.Workers}
 }
+
+// generation is the one that the buckets are those of.
+func (b *Buckets) generation() snapshot.Generation { return b.Snapshots.Generation() }
 
 // checkpointKey is the key of a partition's checkpoint. Each generation has its own.
 func (b *Buckets) checkpointKey(partition int) string {
-	return b.Snapshots.Generation().Key(fmt.Sprintf("p%d", partition))
+	return b.generation().Key(fmt.Sprintf("p%d", partition))
 }
 
 // quarantineKey is the key of a session's record. Each generation has its own, since one may fold
 // what another could not.
 func (b *Buckets) quarantineKey(session string) string {
-	return b.Snapshots.Generation().Key(events.Token(session))
+	return b.generation().Key(events.Token(session))
 }
 
-// Worker projects the partitions of a journal into the buckets.
+// Worker projects partitions of a journal into the buckets: those that are its share, or with
+// Config.Unleased those that it is told to.
 type Worker struct {
 	cfg     Config
 	log     *journal.Journal
 	buckets *Buckets
 	heads   *Heads
 	stats   Stats
+	born    time.Time // origin of clock
 
-	mu         sync.Mutex
+	mu         sync.Mutex // guards the four below
 	cancel     context.CancelCauseFunc
-	partitions []*partition
-	running    sync.WaitGroup
-	writes     chan struct{} // one token per snapshot that is being written
+	share      *share // nil when unleased, and before the first start
+	unlisten   func()
+	partitions map[int]*running
+
+	running sync.WaitGroup
+	writes  chan struct{} // one token per snapshot that is being written
 }
 
 // Stats counts what the worker did since it started.
 type Stats struct {
 	Events, Commits, Flushes, Healed, Moved, Quarantined, Loads atomic.Int64
+	// Stale counts writes of heads and checkpoints that were refused since another worker's was there.
+	Stale atomic.Int64
+	// Lost counts leases that ended before the partition was handed over.
+	Lost atomic.Int64
 	// Writes are the heads and pages that were written, WrittenBytes their values.
 	Writes, WrittenBytes atomic.Int64
 }
@@ -184,63 +219,126 @@ func (s *Stats) wrote(f *snapshot.Flush) {
 // NewWorker returns a worker at rest. heads hears of every head that it writes.
 func NewWorker(j *journal.Journal, b *Buckets, heads *Heads, cfg Config) *Worker {
 	cfg = cfg.withDefaults()
-	return &Worker{cfg: cfg, log: j, buckets: b, heads: heads, writes: make(chan struct{}, cfg.Writes)}
+	return &Worker{cfg: cfg, log: j, buckets: b, heads: heads, born: time.Now(), partitions: map[int]*running{}, writes: make(chan struct{}, cfg.Writes)}
 }
 
 // Stats returns the worker's counters.
 func (w *Worker) Stats() *Stats { return &w.stats }
 
+// ID names the worker among those that share the partitions.
+func (w *Worker) ID() string { return w.cfg.ID }
+
 // errStopping is the cause of a worker's context when it was told to stop.
 var errStopping = errors.New("projection: stopping")
 
-// Start begins to work all partitions, each from its checkpoint on.
+// Start joins the workers that share the partitions and returns: the worker then takes what is
+// its share, each partition from its checkpoint on. An id that another worker has is an error.
+// An unleased worker begins to work its partitions.
 func (w *Worker) Start(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.cancel != nil {
 		return errors.New("projection: the worker runs already")
 	}
-	buckets := w.buckets.Pin(ctx)
-	if err := buckets.Snapshots.Generation().Foldable(); err != nil {
-		return err
-	}
-	quarantined, err := w.readQuarantine(ctx, buckets)
-	if err != nil {
-		return err
-	}
 	stream, err := w.log.JetStream().Stream(ctx, w.log.Config().Stream)
 	if err != nil {
 		return unavailable("stream", err)
 	}
 	run, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	if w.cfg.Unleased {
+		err = w.startAll(ctx, run, stream)
+	} else {
+		err = w.startShare(ctx, run, stream)
+	}
+	if err != nil {
+		cancel(err)
+		w.running.Wait()
+		clear(w.partitions)
+		return err
+	}
 	w.cancel = cancel
-	w.partitions = nil
-	for n := range w.log.Partitions() {
-		p := newPartition(w, buckets, n, stream, quarantined[n])
-		if err := p.readCheckpoint(ctx, stream.CachedInfo().State.LastSeq); err != nil {
-			cancel(err)
-			w.running.Wait()
-			w.cancel, w.partitions = nil, nil
-			return err
+	return nil
+}
+
+// startShare joins. The caller holds mu.
+func (w *Worker) startShare(ctx, run context.Context, stream jetstream.Stream) error {
+	ttl := w.cfg.Lease
+	if ttl == 0 {
+		if ttl = 3 * time.Second; w.cfg.Replicas > 1 || stream.CachedInfo().Config.Replicas > 1 {
+			ttl = 10 * time.Second
 		}
-		w.partitions = append(w.partitions, p)
-		w.running.Add(1)
-		go func() {
-			defer w.running.Done()
-			p.run(run)
-		}()
+	}
+	if err := errors.Join(CheckWorkerID(w.cfg.ID), CheckLease(ttl)); err != nil {
+		return err
+	}
+	s := &share{w: w, roster: w.buckets.Workers, run: nuid.Next(), began: time.Now().UnixMilli(), ttl: ttl, stream: stream,
+		seen: map[string]sighting{}, told: map[string]bool{}, wake: make(chan struct{}, 1), left: make(chan struct{})}
+	if w.share != nil { // started again
+		s.address.Store(w.share.address.Load())
+	}
+	if err := s.join(ctx); err != nil {
+		return err
+	}
+	stop, err := s.listen(w.buckets.Workers.js.Conn())
+	if err != nil {
+		return err
+	}
+	w.share, w.unlisten = s, stop
+	for _, f := range []func(context.Context){s.keep, s.guard, s.report} {
+		w.running.Go(func() { f(run) })
 	}
 	return nil
 }
 
-// Stop drains: what was folded is flushed, checkpoints are written. It returns once all is
-// still, or ctx ends.
+// startAll starts the partitions of an unleased worker. The caller holds mu.
+func (w *Worker) startAll(ctx, run context.Context, stream jetstream.Stream) error {
+	b := w.buckets.Pin(ctx)
+	if err := b.generation().Foldable(); err != nil {
+		return err
+	}
+	quarantined, err := w.readQuarantine(ctx, b)
+	if err != nil {
+		return err
+	}
+	ns := w.cfg.Partitions
+	if ns == nil {
+		for n := range w.log.Partitions() {
+			ns = append(ns, n)
+		}
+	}
+	for _, n := range ns {
+		if n < 0 || n >= w.log.Partitions() {
+			return &events.Error{Code: events.CodeBadRequest, Detail: fmt.Sprintf("partition %d: expected 0 to %d", n, w.log.Partitions()-1)}
+		}
+		p := newPartition(w, b, n, stream, quarantined[n])
+		p.aside.Store(int64(len(p.quarantined)))
+		if err := p.readCheckpoint(ctx, stream.CachedInfo().State.LastSeq); err != nil {
+			return err
+		}
+		w.partitions[n] = &running{p: p}
+		w.running.Go(func() { p.run(run) })
+	}
+	return nil
+}
+
+// Stop drains: what was folded is flushed, checkpoints are written, leases are freed for others.
+// It returns once all is still, or ctx ends. A worker that never started is still.
 func (w *Worker) Stop(ctx context.Context) error {
 	w.mu.Lock()
-	cancel := w.cancel
+	cancel, s, unlisten := w.cancel, w.share, w.unlisten
 	w.mu.Unlock()
 	if cancel == nil {
 		return nil
+	}
+	if s != nil {
+		s.draining.Store(true)
+		s.wakeUp()
+		select {
+		case <-s.left:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		unlisten()
 	}
 	cancel(errStopping)
 	done := make(chan struct{})
@@ -252,11 +350,44 @@ func (w *Worker) Stop(ctx context.Context) error {
 	case <-done:
 		w.mu.Lock()
 		w.cancel = nil
+		clear(w.partitions)
 		w.mu.Unlock()
 		return nil
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+}
+
+// Announce tells the other workers where this one's read API is.
+func (w *Worker) Announce(url string) {
+	w.mu.Lock()
+	s := w.share
+	w.mu.Unlock()
+	if s != nil {
+		s.address.Store(&url)
+	}
+}
+
+// Ready says why the worker does not take part in projection, nil when it does.
+func (w *Worker) Ready() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	switch s := w.share; {
+	case w.cancel == nil:
+		return &events.Error{Code: events.CodeUnavailable, Detail: "the worker does not run"}
+	case s == nil:
+	case s.foreign.Load():
+		return w.buckets.generation().Foldable()
+	case s.draining.Load():
+		return &events.Error{Code: events.CodeUnavailable, Detail: "the worker is leaving"}
+	case s.joined.Load() <= int64(w.clock()):
+		detail := "the worker could not renew its place among the workers"
+		if t := s.trouble.Load(); t != nil {
+			detail += ": " + *t
+		}
+		return &events.Error{Code: events.CodeUnavailable, Detail: detail}
+	}
+	return nil
 }
 
 // PartitionStatus says how far a partition is projected.
@@ -276,19 +407,25 @@ type PartitionStatus struct {
 	Error             string `json:"error,omitempty"`
 }
 
-// Status asks every partition how far it is.
-func (w *Worker) Status(ctx context.Context) []PartitionStatus {
+// atWork returns the partitions that run here, in order.
+func (w *Worker) atWork() []*partition {
 	w.mu.Lock()
-	ps := w.partitions
-	w.mu.Unlock()
+	defer w.mu.Unlock()
+	out := make([]*partition, 0, len(w.partitions))
+	for _, r := range w.partitions {
+		out = append(out, r.p)
+	}
+	slices.SortFunc(out, func(a, b *partition) int { return a.n - b.n })
+	return out
+}
+
+// Status asks every partition that is worked here how far it is.
+func (w *Worker) Status(ctx context.Context) []PartitionStatus {
+	ps := w.atWork()
 	out := make([]PartitionStatus, len(ps))
 	var wg sync.WaitGroup
 	for i, p := range ps {
-		wg.Add(1)
-		go func() {
-			defer wg.Done()
-			out[i] = p.status(ctx)
-		}()
+		wg.Go(func() { out[i] = p.status(ctx) })
 	}
 	wg.Wait()
 	return out
@@ -298,9 +435,7 @@ func (w *Worker) Status(ctx context.Context) []PartitionStatus {
 // head, 0 when there is none.
 func (w *Worker) OldestUnflushed() float64 {
 	var oldest int64
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for _, p := range w.partitions {
+	for _, p := range w.atWork() {
 		if at := p.oldest.Load(); at > 0 && (oldest == 0 || at < oldest) {
 			oldest = at
 		}
@@ -313,28 +448,38 @@ func (w *Worker) OldestUnflushed() float64 {
 
 // SessionsInMemory is how many sessions the worker holds.
 func (w *Worker) SessionsInMemory() (n int) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for _, p := range w.partitions {
+	for _, p := range w.atWork() {
 		n += int(p.count.Load())
 	}
 	return n
 }
 
-// Retry takes a session out of quarantine and folds it on from its head.
+// Retry takes a session out of quarantine and folds it on from its head. When another worker
+// has the session's partition, that one is asked to.
 func (w *Worker) Retry(ctx context.Context, session string) error {
-	w.mu.Lock()
-	ps := w.partitions
-	w.mu.Unlock()
-	away := &events.Error{Code: events.CodeUnavailable, Session: session, Detail: "no worker runs here"}
 	n := w.log.Partition(session)
-	if n >= len(ps) {
+	w.mu.Lock()
+	r := w.partitions[n]
+	w.mu.Unlock()
+	if r != nil && r.p.holds() || w.cfg.Unleased {
+		return w.retryHere(ctx, session)
+	}
+	return w.retryThere(ctx, session)
+}
+
+func (w *Worker) retryHere(ctx context.Context, session string) error {
+	n := w.log.Partition(session)
+	w.mu.Lock()
+	r := w.partitions[n]
+	w.mu.Unlock()
+	away := &events.Error{Code: events.CodeUnavailable, Session: session, Detail: fmt.Sprintf("partition %d is not worked here; try again", n)}
+	if r == nil {
 		return away
 	}
 	done := make(chan error, 1)
 	select {
-	case ps[n].retries <- retry{session, done}:
-	case <-ps[n].done:
+	case r.p.retries <- retry{session, done}:
+	case <-r.p.done:
 		return away
 	case <-ctx.Done():
 		return ctx.Err()

@@ -14,28 +14,37 @@ type Batch struct {
 	plans      []Plan
 	marks      []mark
 	violations []*events.Error
+	body       []byte // the lines, each with its line end
+
+	onePlan [1]Plan // where plans and marks begin: most batches are one event
+	oneMark [1]mark
 }
 
 // mark is what Rewind needs beside the surface's own undo.
 type mark struct {
 	plans, violations int
+	body              int
 	next              events.Seq
 	time, logBytes    int64
 	digest            events.Digest
 	writer            *Writer
-	life              *lifecycle.State
+	life              lifecycle.State
 }
 
 // Begin starts a batch.
 func (s *State) Begin(mode lifecycle.Mode) *Batch {
 	b := &Batch{s: s, mode: mode}
+	b.plans, b.marks = b.onePlan[:0], b.oneMark[:0]
 	b.Mark()
 	return b
 }
 
 // Mark notes the present point and returns it for Rewind: what follows is one caller's.
 func (b *Batch) Mark() int {
-	b.marks = append(b.marks, mark{len(b.plans), len(b.violations), b.s.Next, b.s.Time, b.s.LogBytes, b.s.Digest, b.s.Writer, b.s.Life.Clone()})
+	if last := len(b.marks) - 1; last >= 0 && b.marks[last].plans == len(b.plans) {
+		return last // nothing was added since
+	}
+	b.marks = append(b.marks, mark{len(b.plans), len(b.violations), len(b.body), b.s.Next, b.s.Time, b.s.LogBytes, b.s.Digest, b.s.Writer, *b.s.Life.Clone()})
 	return len(b.marks) - 1
 }
 
@@ -51,7 +60,25 @@ func (b *Batch) Add(e *events.Event) error {
 	b.s.Apply(&p, 0)
 	b.s.Digest = b.s.Digest.Next(e.Line)
 	b.plans = append(b.plans, p)
+	b.addLine(e.Line)
 	return nil
+}
+
+// Reserve makes room for lines of n bytes in all, line ends included, in an empty batch.
+func (b *Batch) Reserve(n int) { b.body = make([]byte, 0, n) }
+
+// Room is where the line of the next event may be written (see events.Context), so that it
+// needs not be copied when it is added.
+func (b *Batch) Room() []byte { return b.body }
+
+func (b *Batch) addLine(line []byte) {
+	n := len(b.body)
+	if room := b.body[n:cap(b.body)]; len(room) > len(line) && &room[0] == &line[0] {
+		b.body = b.body[:n+len(line)]
+	} else {
+		b.body = append(b.body, line...)
+	}
+	b.body = append(b.body, '\n')
 }
 
 // Rewind takes back everything that was added since the mark.
@@ -60,7 +87,7 @@ func (b *Batch) Rewind(to int) {
 	for i := len(b.plans) - 1; i >= m.plans; i-- {
 		b.s.Surface.Undo(&b.plans[i].Change)
 	}
-	b.plans, b.violations = b.plans[:m.plans], b.violations[:m.violations]
+	b.plans, b.violations, b.body = b.plans[:m.plans], b.violations[:m.violations], b.body[:m.body]
 	b.s.Next, b.s.Time, b.s.LogBytes, b.s.Digest, b.s.Writer, b.s.Life = m.next, m.time, m.logBytes, m.digest, m.writer, m.life.Clone()
 	b.marks = b.marks[:to+1]
 }
@@ -77,14 +104,7 @@ func (b *Batch) Violations() []*events.Error { return b.violations }
 // Seal fills a commit in: first and last seq, digest, chain, body. ID, Actor, Time and
 // Format must be set. The events stay speculative until Commit.
 func (b *Batch) Seal(c *events.Commit) {
-	size := 0
-	for i := range b.plans {
-		size += len(b.plans[i].Event.Line) + 1
-	}
-	c.Body = make([]byte, 0, size)
-	for i := range b.plans {
-		c.Body = append(append(c.Body, b.plans[i].Event.Line...), '\n')
-	}
+	c.Body = b.body
 	c.Session = b.s.ID
 	c.First = b.plans[0].Event.Seq
 	c.Last = b.plans[len(b.plans)-1].Event.Seq

@@ -117,6 +117,55 @@ func TestObserveReportsAndLetsThrough(t *testing.T) {
 	}
 }
 
+// TestTheBodyIsTheLinesOfWhatStays: lines that were written into the batch's memory, that did
+// not fit there, and that were taken back.
+func TestTheBodyIsTheLinesOfWhatStays(t *testing.T) {
+	t.Parallel()
+	for _, reserve := range []int{-1, 0, 100, 400, 1000, 10_000} {
+		s := session.New(sessionID, events.Format3, nil, surface.KeepFingerprints)
+		b := s.Begin(lifecycle.Off)
+		if reserve >= 0 {
+			b.Reserve(reserve)
+		}
+		var kept []*events.Event
+		var want strings.Builder
+		add := func(text string, room []byte) *events.Event {
+			t.Helper()
+			raw := strings.Replace(userHello, "[]", `[{"type":"text","text":"`+text+`"}]`, 1)
+			e, err := events.Parse([]byte(raw), events.Context{Format: events.Format3, Vocabulary: events.DefaultVocabulary(), Next: s.Next, Room: room})
+			if err == nil {
+				err = b.Add(e)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			return e
+		}
+		for i := range 6 {
+			mark := b.Mark()
+			add("taken back", b.Room())
+			b.Rewind(mark)
+			room := b.Room()
+			if i == 3 {
+				room = nil // as an event that was parsed elsewhere
+			}
+			e := add(fmt.Sprint("stays ", i), room)
+			kept = append(kept, e)
+			want.WriteString(string(e.Line) + "\n")
+		}
+		var c events.Commit
+		b.Seal(&c)
+		if string(c.Body) != want.String() {
+			t.Errorf("reserve %d: the body is\n%s\nwant\n%s", reserve, c.Body, want.String())
+		}
+		for i, e := range kept {
+			if !strings.Contains(string(e.Line), fmt.Sprint("stays ", i)) {
+				t.Errorf("reserve %d: the line of event %d became %s", reserve, i, e.Line)
+			}
+		}
+	}
+}
+
 // lines are the canonical lines of candidates appended to an empty session.
 func lines(t testing.TB, raws ...string) []string {
 	t.Helper()

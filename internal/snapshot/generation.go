@@ -24,6 +24,10 @@ const (
 	GenerationsKey    = "surfaces"
 )
 
+// overlap is for how long after a switch the generation that served before is read too, so that no
+// reader is served less than it was before.
+const overlap = 10 * time.Second
+
 // lookEvery is how old what is known of the generations may be. A process follows a switch
 // within it.
 const lookEvery = time.Second
@@ -174,6 +178,38 @@ type follower struct {
 	looking  sync.Mutex
 	looked   atomic.Int64 // Unix ns
 	now      atomic.Pointer[Store]
+	before   atomic.Pointer[before]
+}
+
+// before is the generation that served until a moment ago.
+type before struct {
+	store *Store
+	until time.Time
+}
+
+// newest returns the generation whose head of a session is the newest, shortly after a switch; the one
+// that serves otherwise.
+func (s *Store) newest(ctx context.Context, session string) (*Store, error) {
+	if s.follower == nil {
+		return s, nil
+	}
+	now := s.follower.current(ctx)
+	old := s.follower.before.Load()
+	if old == nil || time.Now().After(old.until) {
+		return now, nil
+	}
+	was, _, err := old.store.Head(ctx, session)
+	if err != nil || was == nil {
+		return now, nil // it may be gone already
+	}
+	is, _, err := now.Head(ctx, session)
+	if err != nil {
+		return now, err
+	}
+	if is == nil || is.Seq < was.Seq {
+		return old.store, nil
+	}
+	return now, nil
 }
 
 // current returns the generation that serves, known for lookEvery at most. While the register
@@ -200,6 +236,9 @@ func (f *follower) look(ctx context.Context) (*Generations, error) {
 		s, err := f.register.bind(ctx, g.Current, g.Current.N == 1 && g.Last == 1)
 		if err != nil {
 			return nil, err
+		}
+		if old != nil {
+			f.before.Store(&before{old, time.Now().Add(overlap)})
 		}
 		f.now.Store(s)
 	}

@@ -101,8 +101,11 @@ func TestGenerationsAreSwitchedAndRolledBack(t *testing.T) {
 	if _, err := other.Switch(ctx, old); err != nil {
 		t.Fatal(err)
 	}
-	if seqOf(other) != half.Seq {
-		t.Errorf("after rolling back: seq %d, want %d", seqOf(other), half.Seq)
+	if seqOf(other.Pin(ctx)) != half.Seq {
+		t.Errorf("after rolling back: seq %d, want %d", seqOf(other.Pin(ctx)), half.Seq)
+	}
+	if seqOf(other) != whole.Seq {
+		t.Errorf("right behind the switch the newer head is served, not that of seq %d", seqOf(other))
 	}
 	g, err := store.Generations(ctx)
 	if err != nil || g.Current.N != 1 || g.Previous == nil || g.Previous.N != 2 || g.Building != nil || g.Last != 2 {
@@ -222,7 +225,7 @@ func TestAnotherFoldsGenerationIsNotFoldedInto(t *testing.T) {
 	if _, err := store.Generations(ctx); !errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}) {
 		t.Errorf("a register that cannot be read: %v", err)
 	}
-	if s, _, err := store.Load(ctx, sessionID, surface.KeepBodies); err != nil || s != nil {
+	if s, _, err := store.Pin(ctx).Load(ctx, sessionID, surface.KeepBodies); err != nil || s != nil {
 		t.Errorf("the new generation is empty and serves on: %v, %v", s, err)
 	}
 	if _, err := snapshot.Open(ctx, j, 1); !errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}) {

@@ -73,7 +73,10 @@ func unavailable(err error) error {
 // Head reads a session's head. A session without one has revision 0 and a nil head. A damaged
 // head is an error of code snapshot-damaged, and its revision is returned all the same.
 func (s *Store) Head(ctx context.Context, session string) (*Head, uint64, error) {
-	s = s.Pin(ctx)
+	s, err := s.newest(ctx, session)
+	if err != nil {
+		return nil, 0, err
+	}
 	raw, rev, err := s.get(ctx, HeadKey(session))
 	if errors.Is(err, errNoValue) {
 		return nil, 0, nil
@@ -89,7 +92,10 @@ func (s *Store) Head(ctx context.Context, session string) (*Head, uint64, error)
 // the messages of sealed pages. A session without a head has a nil snapshot and revision 0; a
 // damaged snapshot is an error of code snapshot-damaged, with the revision of its head.
 func (s *Store) Load(ctx context.Context, session string, keep surface.Keep) (*Snapshot, uint64, error) {
-	s = s.Pin(ctx)
+	s, err := s.newest(ctx, session)
+	if err != nil {
+		return nil, 0, err
+	}
 	return s.load(ctx, session, keep, s.Head)
 }
 
@@ -170,7 +176,10 @@ func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (g
 // Full reads a session's snapshot with all its messages, consistent in itself: when a page
 // went away under it, it starts over from the head.
 func (s *Store) Full(ctx context.Context, session string) (*Snapshot, uint64, error) {
-	s = s.Pin(ctx)
+	s, err := s.newest(ctx, session)
+	if err != nil {
+		return nil, 0, err
+	}
 	for try := 0; ; try++ {
 		snap, rev, err := s.load(ctx, session, surface.KeepBodies, s.readHead)
 		if err != nil || snap == nil {

@@ -34,7 +34,7 @@ func Main(m *testing.M) int {
 	return code
 }
 
-// program answers the path of a program of cmd/, building both at first use.
+// program answers the path of a program, building all at first use.
 func program(t testing.TB, name string) string {
 	t.Helper()
 	built.once.Do(func() { built.dir, built.err = build() })
@@ -57,7 +57,7 @@ func build() (string, error) {
 	if Race() {
 		args = append(args, "-race")
 	}
-	args = append(args, "-o", dir+string(filepath.Separator), "./cmd/appender", "./cmd/projector")
+	args = append(args, "-o", dir+string(filepath.Separator), "./cmd/appender", "./cmd/projector", "./test/e2e/harness/natsd")
 	cmd := exec.Command("go", args...)
 	cmd.Dir = root
 	var out bytes.Buffer

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -44,6 +45,7 @@ type Appender struct {
 	Listen     string // Defaults to 127.0.0.1:0
 	NATSListen string // Defaults to 127.0.0.1:0
 	Invariants string // Defaults to the program's own default
+	Replicas   int    // Defaults to the program's own default
 }
 
 // Start runs the appender until the test ends and waits until it is ready.
@@ -59,6 +61,9 @@ func (a Appender) Start(t testing.TB) *Process {
 		}
 		args = append(args, "--data", data, "--nats-listen", or(a.NATSListen, "127.0.0.1:0"))
 	}
+	if a.Replicas != 0 {
+		args = append(args, "--replicas", strconv.Itoa(a.Replicas))
+	}
 	if a.Invariants != "" {
 		args = append(args, "--invariants", a.Invariants)
 	}
@@ -67,16 +72,29 @@ func (a Appender) Start(t testing.TB) *Process {
 
 // Projector says how to start `projector serve`.
 type Projector struct {
-	NATS   string
-	Listen string   // Defaults to 127.0.0.1:0
-	Args   []string // further ones
-	Env    []string // beside the test's own
+	NATS     string
+	Listen   string        // Defaults to 127.0.0.1:0
+	ID       string        // Defaults to the program's own default
+	Lease    time.Duration // Defaults to the program's own default
+	Replicas int           // Defaults to the program's own default
+	Args     []string      // further ones
+	Env      []string      // beside the test's own
 }
 
 // Start runs the projector until the test ends and waits until it is ready.
 func (p Projector) Start(t testing.TB) *Process {
 	t.Helper()
-	return startWith(t, p.Env, "projector", append([]string{"serve", "--listen", or(p.Listen, "127.0.0.1:0"), "--nats", p.NATS}, p.Args...)...)
+	args := []string{"serve", "--listen", or(p.Listen, "127.0.0.1:0"), "--nats", p.NATS}
+	if p.ID != "" {
+		args = append(args, "--id", p.ID)
+	}
+	if p.Lease != 0 {
+		args = append(args, "--lease", p.Lease.String())
+	}
+	if p.Replicas != 0 {
+		args = append(args, "--replicas", strconv.Itoa(p.Replicas))
+	}
+	return startWith(t, p.Env, "projector", append(args, p.Args...)...)
 }
 
 func or(s, fallback string) string {
@@ -172,10 +190,13 @@ func parseReady(line string) (http, nats string, err error) {
 	if err := json.Unmarshal([]byte(line), &ready); err != nil {
 		return "", "", err
 	}
-	if !ready.Ready || ready.HTTP == "" || ready.NATS == "" {
+	if !ready.Ready || ready.NATS == "" {
 		return "", "", errors.New(`want {"ready":true,"http":"…","nats":"…"}`)
 	}
-	return withScheme(ready.HTTP, "http"), withScheme(ready.NATS, "nats"), nil
+	if ready.HTTP != "" { // a NATS server serves none
+		http = withScheme(ready.HTTP, "http")
+	}
+	return http, withScheme(ready.NATS, "nats"), nil
 }
 
 // withScheme lets a ready line give host:port or a whole URL.

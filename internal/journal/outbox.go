@@ -1,0 +1,49 @@
+package journal
+
+import (
+	"runtime"
+	"sync"
+
+	"github.com/nats-io/nats.go"
+)
+
+// Outbox hands messages to a connection, those that are ready at the same time together. The
+// client wakes its flusher at the first message in an empty buffer, and on a busy machine that
+// one runs before anybody else: each message would be a write of its own. So the first sender
+// lets all go before it who are about to send too, and then hands over what they left: one
+// write, and fewer reads at the other end. It is safe for concurrent use.
+type Outbox struct {
+	conn   *nats.Conn
+	failed func(*nats.Msg, error)
+
+	mu    sync.Mutex // guards queue
+	queue []*nats.Msg
+}
+
+// NewOutbox returns an outbox for a connection. failed hears of a message that the connection
+// did not take.
+func NewOutbox(conn *nats.Conn, failed func(*nats.Msg, error)) *Outbox {
+	return &Outbox{conn: conn, failed: failed}
+}
+
+// Publish publishes a message, or leaves it to another call that is about to. The message is
+// the outbox's until then.
+func (o *Outbox) Publish(m *nats.Msg) {
+	o.mu.Lock()
+	o.queue = append(o.queue, m)
+	first := len(o.queue) == 1
+	o.mu.Unlock()
+	if !first {
+		return
+	}
+	runtime.Gosched()
+	o.mu.Lock()
+	all := o.queue
+	o.queue = nil
+	o.mu.Unlock()
+	for _, m := range all {
+		if err := o.conn.PublishMsg(m); err != nil {
+			o.failed(m, err)
+		}
+	}
+}

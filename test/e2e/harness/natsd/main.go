@@ -1,0 +1,43 @@
+// Command natsd is one server of a NATS cluster on loopback, with JetStream on a file store. It
+// is a process of its own so that a test can kill it.
+package main
+
+import (
+	"flag"
+	"fmt"
+	"log"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+)
+
+func main() {
+	name := flag.String("name", "", "name of the server")
+	port := flag.Int("port", 0, "port for clients")
+	clusterPort := flag.Int("cluster-port", 0, "port for the other servers")
+	routes := flag.String("routes", "", "URLs of the other servers, with commas between them")
+	store := flag.String("store", "", "directory of the store")
+	flag.Parse()
+	stop := make(chan os.Signal, 1)
+	signal.Notify(stop, syscall.SIGTERM, os.Interrupt)
+
+	s, err := server.NewServer(&server.Options{
+		ServerName: *name, Host: "127.0.0.1", Port: *port, JetStream: true, StoreDir: *store, NoSigs: true, NoLog: true,
+		Cluster: server.ClusterOpts{Name: "e2e", Host: "127.0.0.1", Port: *clusterPort},
+		Routes:  server.RoutesFromStr(*routes),
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	s.Start()
+	if !s.ReadyForConnections(30 * time.Second) {
+		log.Fatal("not ready for connections")
+	}
+	fmt.Printf("{\"ready\":true,\"nats\":\"nats://127.0.0.1:%d\"}\n", *port)
+	<-stop
+	s.Shutdown()
+	s.WaitForShutdown()
+}
