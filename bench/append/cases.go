@@ -120,7 +120,7 @@ func (r *rig) cases(ctx context.Context) ([]*load, error) {
 	log := r.journal.Config().Stream
 	one := [][]byte{userMessage}
 	single := &load{name: "append/api/single", about: "Go API, 64 writers on 64 sessions", stream: log, listed: true}
-	grouped := &load{name: "append/api/grouped16", about: "Go API, 16 callers on each of 16 sessions", stream: log, listed: true}
+	grouped := &load{name: "append/api/grouped16", about: "Go API, 16 callers on each of 64 sessions", stream: log, listed: true}
 	many := &load{name: "append/api/1000sessions", about: "Go API, 64 writers on 1,000 sessions in turn", stream: log}
 	shared := &load{name: "append/api/1session", about: "Go API, 16 writers on one session", stream: log}
 	service := &load{name: "append/nats/single", about: "NATS service, 64 callers on 64 sessions", stream: log, listed: true}
@@ -131,7 +131,7 @@ func (r *rig) cases(ctx context.Context) ([]*load, error) {
 		l              *load
 		label          string
 		sessions, each int // callers of each session
-	}{{single, "single", writers, 1}, {grouped, "grouped", 16, 16}, {shared, "shared", 1, 16}} {
+	}{{single, "single", writers, 1}, {grouped, "grouped", writers, 16}, {shared, "shared", 1, 16}} {
 		ts, err := r.sessions(ctx, c.label, c.sessions)
 		if err != nil {
 			return nil, err
