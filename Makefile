@@ -67,6 +67,10 @@ bench-verify: ## Measure verify --all beside 32 bare filtered consumers (ARGS='-
 soak: ## Load real programs, kill the appender again and again, check all (ARGS='-duration 1m')
 	@$(GO) run ./test/soak $(ARGS)
 
+# SCALE is sessions, events and the projector's GOMEMLIMIT.
+scale: ## Project 100,000 sessions and 5 million events within a memory limit, and rebuild (SCALE=1000,50000,128MiB: less)
+	PALIMPSEST_SCALE=$${SCALE:-100000,5000000,1024MiB} $(GO) test -count=1 -v -timeout 90m -run '^TestAFleetIsProjectedAndRebuilt$$' ./test/e2e
+
 e2e-scale: ## Kill, freeze, add and drain workers, restart servers and clusters under load, in a few minutes
 	PALIMPSEST_LONG=1 $(GO) test -count=1 -v -timeout 20m -run '^TestScale' ./test/e2e
 
