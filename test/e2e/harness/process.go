@@ -293,6 +293,7 @@ func (p *Process) report(t testing.TB) {
 // Result is how a command ended.
 type Result struct {
 	Code   int
+	MaxRSS int // most memory that it had resident, in bytes; 0 where that is not known
 	Stdout string
 	Stderr string
 }
@@ -325,7 +326,7 @@ func RunFor(t testing.TB, limit time.Duration, name string, args ...string) Resu
 	if ctx.Err() != nil {
 		t.Fatalf("%s %s did not end in %v\n%s", name, strings.Join(args, " "), limit, stderr.String())
 	}
-	r := Result{Code: cmd.ProcessState.ExitCode(), Stdout: stdout.String(), Stderr: stderr.String()}
+	r := Result{Code: cmd.ProcessState.ExitCode(), MaxRSS: maxRSS(cmd.ProcessState), Stdout: stdout.String(), Stderr: stderr.String()}
 	for _, trouble := range troubles {
 		if strings.Contains(r.Stderr, trouble) {
 			t.Errorf("%s %s logged %q:\n%s", name, strings.Join(args, " "), trouble, r.Stderr)

@@ -2,6 +2,11 @@
 
 package harness
 
-import "syscall"
+import (
+	"os"
+	"syscall"
+)
 
 func childAttributes() *syscall.SysProcAttr { return nil }
+
+func maxRSS(*os.ProcessState) int { return 0 }
