@@ -158,7 +158,9 @@ func TestAFleetIsProjectedAndRebuilt(t *testing.T) {
 	if report.Events < total || report.To.Bucket != "SURFACES_2" || !report.Followed || appends.Load() == 0 || reads.Load() == 0 {
 		t.Errorf("%+v", report)
 	}
+	began = time.Now()
 	harness.Until(t, 10*time.Minute, "the projector goes on in the new bucket", func() error { return caughtUp(t.Context(), reader) })
+	t.Logf("the projector has caught up in the new bucket after %.1f s", time.Since(began).Seconds())
 	began = time.Now()
 	v := harness.RunFor(t, time.Hour, "projector", "verify", "--all", "--nats", appender.NATS)
 	if v.Code != 0 {
