@@ -187,8 +187,7 @@ func (e *Eraser) bury(ctx context.Context, r Request) (*events.Tombstone, uint64
 		if err == nil {
 			return t, ack.Sequence, nil
 		}
-		var api *jetstream.APIError
-		if !errors.As(err, &api) || api.ErrorCode != jetstream.JSErrCodeStreamWrongLastSequence && api.ErrorCode != 10164 {
+		if !journal.WrongRevision(err) {
 			return nil, 0, unavailable(err)
 		}
 	}
@@ -355,8 +354,7 @@ func (e *Eraser) move(ctx context.Context, bucket string) (moved int, err error)
 			return moved, unavailable(err)
 		}
 		_, err = kv.Update(ctx, key, entry.Value(), entry.Revision())
-		var api *jetstream.APIError
-		if errors.As(err, &api) && (api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence || api.ErrorCode == 10164) {
+		if journal.WrongRevision(err) {
 			continue // its writer was faster, and its newest version is new
 		}
 		if err != nil {

@@ -32,6 +32,14 @@ func OpenBucket(ctx context.Context, js jetstream.JetStream, c jetstream.KeyValu
 	return kv, nil
 }
 
+// WrongRevision reports whether a write was refused since the subject or key is not as its writer
+// expected: another one was faster, or this one's own earlier try went through.
+func WrongRevision(err error) bool {
+	var api *jetstream.APIError
+	return errors.Is(err, jetstream.ErrKeyExists) ||
+		errors.As(err, &api) && (api.ErrorCode == errWrongLastSeq || api.ErrorCode == errWrongLastSeqConstant)
+}
+
 // Headers is the bucket of session headers. A header is created once and never changes.
 type Headers struct {
 	j  *Journal

@@ -301,24 +301,6 @@ func (j *Journal) Locate(ctx context.Context, session string, seq events.Seq) (*
 	return nil, nil
 }
 
-// CommitAt returns the commit that lies at a stream sequence, as the stream's leader has it; nil when
-// there is none of the session.
-func (j *Journal) CommitAt(ctx context.Context, session string, streamSeq uint64) (*events.Commit, error) {
-	m, err := j.leaderMessage(ctx, j.cfg.Stream, map[string]any{"seq": streamSeq})
-	if errors.Is(err, jetstream.ErrMsgNotFound) || err == nil && m.Subject != j.Subject(session) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	c, err := j.commit(m.Header, m.Data, m.Subject, m.Sequence)
-	var bad *MalformedError
-	if errors.As(err, &bad) {
-		return nil, nil
-	}
-	return c, err
-}
-
 // CommitID returns the Nats-Msg-Id of the message at a stream sequence, as the stream's leader has
 // it; "" when there is none.
 func (j *Journal) CommitID(ctx context.Context, streamSeq uint64) (string, error) {

@@ -130,8 +130,8 @@ func (p *partition) hold(ctx context.Context, e *entry) error {
 	if e.snap == nil {
 		return nil
 	}
-	c, err := p.w.log.CommitAt(ctx, e.session, e.snap.StreamSeq)
-	if err != nil {
+	c, err := p.w.log.Stored(ctx, e.session, e.snap.StreamSeq)
+	if err != nil && !isMalformed(err) {
 		return err
 	}
 	if c != nil && c.Chain == e.snap.Chain {

@@ -914,7 +914,7 @@ func (p *partition) writeCheckpoint(ctx context.Context) {
 		// Another owner's, or no answer: take what is stored. It is never too far, since
 		// whoever wrote it had written the heads before.
 		p.troubled(fmt.Errorf("checkpoint: %w", err))
-		if errors.Is(err, jetstream.ErrKeyExists) || conflict(err) {
+		if journal.WrongRevision(err) {
 			p.w.stats.Stale.Add(1)
 		}
 		if p.takeCheckpoint(ctx); !p.unheld {

@@ -207,16 +207,10 @@ func (r *Roster) publish(ctx context.Context, m *nats.Msg, rev uint64, ttl time.
 	if err == nil {
 		return ack.Sequence, nil
 	}
-	if conflict(err) {
+	if journal.WrongRevision(err) {
 		return 0, errTaken
 	}
 	return 0, unavailable("workers", err)
-}
-
-// conflict tells a condition that does not hold from other refusals.
-func conflict(err error) bool {
-	var api *jetstream.APIError
-	return errors.As(err, &api) && (api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence || api.ErrorCode == 10164)
 }
 
 // nudge tells the workers that the roster changed.

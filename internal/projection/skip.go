@@ -12,6 +12,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
 )
 
 // Longest texts of a Skipped, in bytes.
@@ -65,7 +66,7 @@ func (r *Reader) Skip(ctx context.Context, session, by, reason string) (*Quarant
 			return nil, err
 		}
 		_, err = kv.Update(ctx, key, b, e.Revision())
-		if errors.Is(err, jetstream.ErrKeyExists) || conflict(err) {
+		if journal.WrongRevision(err) {
 			continue // retried or recorded meanwhile: look again
 		}
 		if err != nil {

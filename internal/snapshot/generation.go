@@ -167,7 +167,7 @@ func (r *register) store(ctx context.Context, g *Generations) error {
 		g.revision = rev
 		return nil
 	}
-	if moved(err) {
+	if journal.WrongRevision(err) {
 		return ErrMoved
 	}
 	return unavailable(err)
@@ -407,11 +407,4 @@ func (r *register) drop(ctx context.Context, g Generation) error {
 		return unavailable(err)
 	}
 	return nil
-}
-
-// moved says of the error of a write by compare-and-set that the key was not as expected.
-func moved(err error) bool {
-	var api *jetstream.APIError
-	return errors.Is(err, jetstream.ErrKeyExists) ||
-		errors.As(err, &api) && (api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence || api.ErrorCode == 10164)
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
 	"palimpsest/internal/surface"
 )
 
@@ -227,7 +228,7 @@ func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error)
 	switch {
 	case err == nil:
 		return next, nil
-	case moved(err):
+	case journal.WrongRevision(err):
 		return 0, ErrMoved
 	}
 	return 0, unavailable(err)
@@ -252,7 +253,7 @@ func (s *Store) Remove(ctx context.Context, session string, rev uint64) error {
 	switch {
 	case err == nil:
 		return nil
-	case moved(err):
+	case journal.WrongRevision(err):
 		return ErrMoved
 	}
 	return unavailable(err)

@@ -13,6 +13,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
 )
 
 // Sweep says which pages are looked for, and what becomes of them.
@@ -102,7 +103,7 @@ func (s *Store) Sweep(ctx context.Context, o Sweep) (*Swept, error) {
 		switch err := s.kv.Purge(ctx, p.key, jetstream.LastRevision(p.rev)); {
 		case err == nil:
 			out.Removed++
-		case errors.Is(err, jetstream.ErrKeyNotFound), moved(err): // gone, or written again
+		case errors.Is(err, jetstream.ErrKeyNotFound), journal.WrongRevision(err): // gone, or written again
 		default:
 			return out, unavailable(err)
 		}
