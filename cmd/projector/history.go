@@ -169,6 +169,9 @@ func (c *replayCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
 	}
+	if err := c.checkSubject(); err != nil {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
+	}
 	r := audit.Replay{From: events.Seq(c.From), To: events.MaxSeq, Speed: speed, MaxGap: c.MaxGap}
 	if c.To != nil {
 		r.To = events.Seq(*c.To)
@@ -192,6 +195,25 @@ func (c *replayCmd) Run(ctx context.Context) error {
 		defer cancel()
 		return errors.Join(err, nc.FlushWithContext(flush))
 	})
+}
+
+// checkSubject refuses subjects that are the product's own: what is published there would be taken for
+// a commit, a snapshot or a request.
+func (c *replayCmd) checkSubject() error {
+	if c.Subject == "" {
+		return nil
+	}
+	if strings.ContainsAny(c.Subject, "*> \t\r\n") {
+		return fmt.Errorf("--subject: expected one subject without wildcards and spaces, found %q", c.Subject)
+	}
+	first, _, _ := strings.Cut(c.Subject, ".")
+	switch {
+	case strings.HasPrefix(first, "$"), strings.HasPrefix(first, "_INBOX"):
+	case first == "sessions", first == "palimpsest", first == "access", first == "attestations", first == "erasures":
+	default:
+		return nil
+	}
+	return fmt.Errorf("--subject: %q is a subject of NATS or of Palimpsest itself, where a replay would do damage; expected one of your own, such as replay.%s", c.Subject, events.Token(c.Session))
 }
 
 type usageCmd struct {

@@ -66,6 +66,9 @@ func (c *rebuildCmd) rebuild(ctx context.Context, s *store) error {
 		}
 	}
 	r, err := projection.Rebuild(ctx, s.journal, s.buckets, o)
+	if err != nil && ctx.Err() != nil { // a script must not take it for done
+		return &platform.ExitError{Code: platform.ExitFailed, Err: fmt.Errorf("interrupted: nothing was switched, and the same command goes on from there (%v)", err)}
+	}
 	if r != nil && c.JSON {
 		if err := json.NewEncoder(os.Stdout).Encode(r); err != nil {
 			return err

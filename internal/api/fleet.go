@@ -142,7 +142,7 @@ func (s *projectorAPI) feed(w http.ResponseWriter, r *http.Request, _ string) er
 	follow(r.Context(), out, feed.Next, write, func(ctx context.Context, err error) any {
 		switch {
 		case ctx.Err() != nil:
-			return stopping()
+			return stopping(ctx)
 		case errors.Is(err, projection.ErrFeedBehind):
 			return endWith("slow-reader", "The reader of the feed did not keep up", err)
 		}

@@ -3,6 +3,7 @@ package api
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"time"
@@ -96,7 +97,10 @@ func appendSSE(b []byte, name, id string, data any) []byte {
 }
 
 // stopping is the end of an answer whose server stops.
-func stopping() any {
+func stopping(ctx context.Context) any {
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) { // nothing else puts an end to a stream at a point in time
+		return map[string]string{"code": "token-expired", "detail": "the token of this request has expired; resume with Last-Event-ID and another one"}
+	}
 	return map[string]string{"code": "stopping", "detail": "the server is stopping; resume with Last-Event-ID"}
 }
 

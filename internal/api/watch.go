@@ -55,7 +55,7 @@ func (s *projectorAPI) watch(w http.ResponseWriter, r *http.Request, id string) 
 func endOf(ctx context.Context, err error) any {
 	switch {
 	case ctx.Err() != nil:
-		return stopping()
+		return stopping(ctx)
 	case errors.Is(err, projection.ErrSlow):
 		return endWith("slow-watcher", "The watcher did not keep up", err)
 	case errors.Is(err, projection.ErrRewound):

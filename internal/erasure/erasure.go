@@ -162,8 +162,11 @@ func (e *Eraser) bury(ctx context.Context, r Request) (*events.Tombstone, uint64
 		case errors.Is(err, events.ErrErased) && errors.As(err, &bad):
 			t, err := events.ParseTombstone(bad.Body)
 			return t, bad.StreamSeq, err
-		case errors.As(err, &bad): // what is damaged can be erased, too
+		case errors.As(err, &bad): // what is damaged can be erased, too; its end is that of what is good
 			after = bad.StreamSeq
+			if err := e.good(ctx, t); err != nil {
+				return nil, 0, err
+			}
 		case err != nil:
 			return nil, 0, err
 		case last == nil:
@@ -192,6 +195,19 @@ func (e *Eraser) bury(ctx context.Context, r Request) (*events.Tombstone, uint64
 		}
 	}
 	return nil, 0, &events.Error{Code: events.CodeOverloaded, Session: r.Session, Detail: "others appended to the session each time; stop its writer and try again"}
+}
+
+// good puts the end of what can be read of a damaged log into a tombstone.
+func (e *Eraser) good(ctx context.Context, t *events.Tombstone) error {
+	err := e.log.ReadToEnd(ctx, t.Session, 0, func(c *events.Commit) error {
+		t.LastSeq, t.Digest, t.Chain = c.Last, c.Digest.String(), c.Chain.String()
+		return nil
+	})
+	var bad *journal.MalformedError
+	if errors.As(err, &bad) {
+		return nil
+	}
+	return err
 }
 
 func unavailable(err error) error {

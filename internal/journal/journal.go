@@ -184,7 +184,7 @@ func (j *Journal) shareVocabulary(ctx context.Context, sc jetstream.StreamConfig
 	v := j.vocab.Load()
 	stored := strings.Fields(sc.Metadata[metaVocabulary])
 	if missing := v.Missing(stored); missing != nil {
-		return fmt.Errorf("journal: the vocabulary of stream %s (hash %s) knows event types that this process (hash %s) does not: %s; start it with them added", j.cfg.Stream, sc.Metadata[metaHash], v.Hash(), strings.Join(missing, ", "))
+		return fmt.Errorf("journal: the vocabulary of stream %s (hash %s) knows event types that this process (hash %s) does not: %s; start it with them added (--event-types), or take a mistyped one away with `appender event-types remove`", j.cfg.Stream, sc.Metadata[metaHash], v.Hash(), strings.Join(missing, ", "))
 	}
 	if len(stored) == len(v.Types()) {
 		if got := sc.Metadata[metaHash]; got != v.Hash() {

@@ -138,7 +138,7 @@ func (fd *Feed) take() (out []FeedChange, news <-chan struct{}) {
 		})
 	}
 	for _, r := range f.notes[fd.note-f.noted:] {
-		if r.rev > 0 && !slices.ContainsFunc(out, func(c FeedChange) bool { return c.Session == r.id }) {
+		if (r.rev > 0 || r.erased) && !slices.ContainsFunc(out, func(c FeedChange) bool { return c.Session == r.id }) {
 			if c, ok := fd.change(r); ok {
 				out = append(out, c)
 			}
@@ -152,12 +152,12 @@ func (fd *Feed) take() (out []FeedChange, news <-chan struct{}) {
 // asked for, or that it is not any more. Of a session whose header is not there yet nobody
 // knows whether it is.
 func (fd *Feed) change(r *fleetRow) (FeedChange, bool) {
-	c := FeedChange{FleetRow: r.public()}
+	c := FeedChange{FleetRow: r.public(), Left: r.erased}
 	if fd.all {
 		return c, true
 	}
 	matched, known := fd.told[r.id]
-	if !r.header || fd.match(r) {
+	if !r.erased && (!r.header || fd.match(r)) {
 		fd.remember(r.id, true)
 		return c, true
 	}

@@ -55,6 +55,8 @@ type FleetRow struct {
 	Agents   []string        `json:"agents,omitempty"`      // those of the head that are not idle
 	// Quarantine is why the projection stands still.
 	Quarantine *Quarantine `json:"quarantine,omitempty"`
+	// Erased says that the session was erased.
+	Erased bool `json:"erased,omitempty"`
 	// Pending says that the session has no header yet: it is a fork that is not complete.
 	Pending bool `json:"pending,omitempty"`
 }
@@ -124,6 +126,7 @@ type fleetRow struct {
 	created    int64
 	nodes      int32
 	header     bool
+	erased     bool
 	parent     unique.Handle[string]
 	preset     unique.Handle[string]
 	agents     []unique.Handle[string]
@@ -323,7 +326,7 @@ func (f *Fleet) row(id string) *fleetRow {
 
 // note remembers that a row changed without a new head.
 func (f *Fleet) note(r *fleetRow) {
-	if r.rev == 0 {
+	if r.rev == 0 && !r.erased {
 		return
 	}
 	f.notes = append(f.notes, r)
@@ -336,7 +339,13 @@ func (f *Fleet) note(r *fleetRow) {
 func (f *Fleet) takeHeader(id string, m *jetstream.RawStreamMsg, gone bool) {
 	r := f.row(id)
 	h, err := events.ParseHeader(m.Data, id, 0)
-	if gone || err != nil || events.IsHeaderTombstone(m.Data) {
+	if events.IsHeaderTombstone(m.Data) {
+		r.header, r.erased, r.quarantine = false, true, nil
+		r.parent, r.preset = noName, noName
+		f.note(r)
+		return
+	}
+	if gone || err != nil {
 		r.header = false
 		return
 	}
@@ -513,7 +522,7 @@ func (f *Fleet) lose(rev uint64) {
 func (r *fleetRow) public() FleetRow {
 	out := FleetRow{
 		Session: r.id, Rev: r.rev, State: r.state(), Seq: r.seq, Time: r.activity(), Nodes: int(r.nodes), LogBytes: r.logBytes, Writer: r.writer,
-		Parent: r.parent.Value(), Preset: r.preset.Value(), Quarantine: r.quarantine, Pending: !r.header,
+		Parent: r.parent.Value(), Preset: r.preset.Value(), Quarantine: r.quarantine, Erased: r.erased, Pending: !r.header && !r.erased,
 	}
 	if r.turn != events.NoSeq {
 		turn := r.turn

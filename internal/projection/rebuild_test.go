@@ -238,3 +238,52 @@ func replaceOnce(t *testing.T, s, old, new string) string {
 	}
 	return strings.Replace(s, old, new, 1)
 }
+
+// The bucket that serves is gone, with or without the checkpoints that tell of it: everything is folded
+// anew, by a worker that runs and by one that starts, and nothing is said to be caught up before.
+func TestALostBucketIsFoldedAnew(t *testing.T) {
+	t.Parallel()
+	for _, running := range []bool{true, false} {
+		t.Run(fmt.Sprintf("running=%t", running), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			ctx := journaltest.Context(t)
+			begin := func() *worker { return w.worker(projection.Config{Lease: 2 * time.Second}) }
+			k := begin()
+			for i := range 4 {
+				id := fmt.Sprint("s", i)
+				k.wrote(id, w.fill(id, 3, 100))
+			}
+			if !running {
+				k.stop()
+			}
+			if err := w.js.DeleteKeyValue(ctx, "SURFACES"); err != nil {
+				t.Fatal(err)
+			}
+			if !running {
+				k = begin()
+			}
+			journaltest.Eventually(t, "another bucket to be caught up", func() bool {
+				o, err := k.Overview(ctx)
+				if err != nil || !o.CaughtUp || o.Generation.N < 2 {
+					return false
+				}
+				for i := range 4 { // whoever says so must be right
+					h, _, err := w.buckets.Snapshots.Head(ctx, fmt.Sprint("s", i))
+					if err != nil || w.buckets.Snapshots.Generation().N < 2 {
+						return false // this reader has not noticed yet
+					}
+					if h == nil || h.Seq != 2 {
+						t.Fatalf("s%d: caught up, with the head %+v", i, h)
+					}
+				}
+				return true
+			})
+			w.verify()
+			if _, err := w.Append(ctx, appender.Request{Session: "s0", Events: [][]byte{[]byte(user("on"))}}); err != nil {
+				t.Error(err)
+			}
+			w.verify()
+		})
+	}
+}

@@ -28,6 +28,10 @@ const (
 // reader is served less than it was before.
 const overlap = 10 * time.Second
 
+// lostAfter is how long the bucket that serves must be missing before it counts as lost, and another
+// one is begun in its place: a server that is starting may not know of it yet.
+const lostAfter = 5 * time.Second
+
 // lookEvery is how old what is known of the generations may be. A process follows a switch
 // within it.
 const lookEvery = time.Second
@@ -50,6 +54,7 @@ type Generations struct {
 	Last     int         `json:"last"` // highest number that was given
 
 	revision uint64
+	born     bool // stored by this very read
 }
 
 func newGeneration(n int) Generation {
@@ -134,6 +139,7 @@ func (r *register) read(ctx context.Context) (*Generations, error) {
 		first := &Generations{V: 1, Current: newGeneration(1), Last: 1}
 		switch err := r.store(ctx, first); {
 		case err == nil:
+			first.born = true
 			return first, nil
 		case !errors.Is(err, ErrMoved):
 			return nil, err
@@ -173,8 +179,11 @@ func (r *register) store(ctx context.Context, g *Generations) error {
 	return unavailable(err)
 }
 
-// bind binds to a generation's bucket. Only the first generation and one that is being built are
-// created: a bucket that went away is not replaced by an empty one.
+// errBucketLost says that a generation's bucket is not there.
+var errBucketLost = errors.New("snapshot: the bucket is not there")
+
+// bind binds to a generation's bucket. Only a generation that begins is created: a bucket that went
+// away is not replaced by an empty one, since checkpoints tell of what was in it.
 func (r *register) bind(ctx context.Context, g Generation, create bool) (*Store, error) {
 	if create {
 		kv, err := journal.OpenBucket(ctx, r.js, jetstream.KeyValueConfig{
@@ -188,7 +197,7 @@ func (r *register) bind(ctx context.Context, g Generation, create bool) (*Store,
 	}
 	kv, err := r.js.KeyValue(ctx, g.Bucket)
 	if errors.Is(err, jetstream.ErrBucketNotFound) {
-		return nil, &events.Error{Code: events.CodeSnapshotDamaged, Detail: fmt.Sprintf("bucket %s says that snapshots are in %s, which is not there; restore it, or build a new one with `projector rebuild`", GenerationsBucket, g.Bucket)}
+		return nil, &events.Error{Code: events.CodeSnapshotDamaged, Cause: errBucketLost, Detail: fmt.Sprintf("bucket %s says that snapshots are in %s, which is not there; unless it comes back within seconds, another one is begun and folded from the log", GenerationsBucket, g.Bucket)}
 	}
 	if err != nil {
 		return nil, unavailable(err)
@@ -201,6 +210,7 @@ type follower struct {
 	register *register
 	looking  sync.Mutex
 	looked   atomic.Int64 // Unix ns
+	missing  time.Time    // since when the bucket that serves is not there; guarded by looking
 	now      atomic.Pointer[Store]
 	before   atomic.Pointer[before]
 }
@@ -239,28 +249,60 @@ func (s *Store) newest(ctx context.Context, session string) (*Store, error) {
 // current returns the generation that serves, known for lookEvery at most. While the register
 // does not answer, what was known last serves on.
 func (f *follower) current(ctx context.Context) *Store {
-	if time.Now().UnixNano()-f.looked.Load() < int64(lookEvery) || !f.looking.TryLock() {
+	known := func() bool { return time.Now().UnixNano()-f.looked.Load() < int64(lookEvery) }
+	if known() {
 		return f.now.Load()
 	}
+	f.looking.Lock()
 	defer f.looking.Unlock()
+	if known() {
+		return f.now.Load()
+	}
 	if _, err := f.look(ctx); err != nil && ctx.Err() == nil {
 		slog.Warn("which generation of snapshots serves is not known; going on with the last one", "bucket", f.now.Load().generation.Bucket, "err", err)
 	}
 	return f.now.Load()
 }
 
-// look reads the register and binds to the generation that serves.
+// look reads the register and binds to the generation that serves. The caller holds looking.
 func (f *follower) look(ctx context.Context) (*Generations, error) {
 	defer func() { f.looked.Store(time.Now().UnixNano()) }()
 	g, err := f.register.read(ctx)
 	if err != nil {
 		return nil, err
 	}
-	if old := f.now.Load(); old == nil || old.generation != g.Current {
-		s, err := f.register.bind(ctx, g.Current, g.Current.N == 1 && g.Last == 1)
-		if err != nil {
+	s, err := f.register.bind(ctx, g.Current, false)
+	switch {
+	case err == nil:
+		f.missing = time.Time{}
+	case !errors.Is(err, errBucketLost):
+		return nil, err
+	case g.born: // by this process, a moment ago
+		if s, err = f.register.bind(ctx, g.Current, true); err != nil {
 			return nil, err
 		}
+	case f.missing.IsZero():
+		f.missing = time.Now()
+		return nil, err
+	case time.Since(f.missing) < lostAfter:
+		return nil, err
+	default:
+		// The log is the truth: all of it is folded anew, into a bucket of its own, so that no
+		// checkpoint of the lost one counts.
+		slog.Error("the bucket of snapshots that served is gone; beginning another one, which is folded from the log", "lost", g.Current.Bucket)
+		next := newGeneration(g.Last + 1)
+		g.Current, g.Last = next, next.N
+		if s, err = f.register.bind(ctx, next, true); err != nil {
+			return nil, err
+		}
+		if err := f.register.store(ctx, g); errors.Is(err, ErrMoved) {
+			return nil, unavailable(err) // another process did the same: its choice is read at the next look
+		} else if err != nil {
+			return nil, err
+		}
+		f.missing = time.Time{}
+	}
+	if old := f.now.Load(); old == nil || old.generation != g.Current {
 		if old != nil {
 			f.before.Store(&before{old, time.Now().Add(overlap)})
 		}
@@ -297,6 +339,8 @@ func (s *Store) Generation() Generation {
 
 // Generations reads which generations there are, from the bucket itself.
 func (s *Store) Generations(ctx context.Context) (*Generations, error) {
+	s.follower.looking.Lock()
+	defer s.follower.looking.Unlock()
 	return s.follower.look(ctx)
 }
 
@@ -372,7 +416,7 @@ func (s *Store) Switch(ctx context.Context, to *Store) (third *Generation, err e
 				return nil, err
 			}
 		}
-		_, err = s.follower.look(ctx)
+		_, err = s.Generations(ctx)
 		return third, err
 	}
 }
@@ -393,12 +437,35 @@ func (s *Store) DropPrevious(ctx context.Context) (*Generation, error) {
 		} else if err != nil {
 			return nil, err
 		}
+		if err := settle(ctx, g.Current); err != nil {
+			return was, err
+		}
 		return was, r.drop(ctx, *was)
+	}
+}
+
+// settle waits until every process knows that a generation serves, so that nobody reads the one
+// before any more.
+func settle(ctx context.Context, g Generation) error {
+	wait := 3*lookEvery - time.Since(time.UnixMilli(g.Since))
+	if wait <= 0 {
+		return nil
+	}
+	timer := time.NewTimer(min(wait, 3*lookEvery))
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
 	}
 }
 
 // Drop deletes the bucket of a generation that Switch returned.
 func (s *Store) Drop(ctx context.Context, g Generation) error {
+	if err := settle(ctx, s.Generation()); err != nil {
+		return err
+	}
 	return s.follower.register.drop(ctx, g)
 }
 

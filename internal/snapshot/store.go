@@ -41,8 +41,21 @@ func Open(ctx context.Context, js jetstream.JetStream, replicas int) (*Store, er
 		return nil, err
 	}
 	f := &follower{register: r}
-	if _, err := f.look(ctx); err != nil {
-		return nil, err
+	for {
+		_, err := f.look(ctx)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, errBucketLost) {
+			return nil, err
+		}
+		wait := time.NewTimer(lookEvery / 2)
+		select {
+		case <-wait.C:
+		case <-ctx.Done():
+			wait.Stop()
+			return nil, err
+		}
 	}
 	return &Store{follower: f, register: r}, nil
 }
