@@ -105,7 +105,7 @@ func (s *suite) run(ctx context.Context, plan []fault) error {
 	if s.stack, err = newStack(ctx, s.disk); err != nil {
 		return err
 	}
-	if err := s.stack.start(ctx); err != nil {
+	if err := s.stack.start(ctx, s.tally); err != nil {
 		return err
 	}
 	s.say("three servers, %d appenders and %d projectors run; %d callers on %d sessions, %d faults in %v", appenders, projectors, s.workers, s.sessions, len(plan), s.duration)

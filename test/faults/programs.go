@@ -166,14 +166,14 @@ func freeAddresses(n int) (out []string, err error) {
 func (s *stack) direct() string { return "nats://" + strings.Join(s.clients[:], ",nats://") }
 
 // start starts the servers, then the programs.
-func (s *stack) start(ctx context.Context) error {
+func (s *stack) start(ctx context.Context, t *tally) error {
 	for _, name := range serverNames {
 		if err := s.processes[name].launch(); err != nil {
 			return err
 		}
 	}
 	for _, name := range serverNames {
-		if err := s.processes[name].ready(ctx); err != nil {
+		if err := s.processes[name].ready(ctx, t); err != nil {
 			return err
 		}
 	}
@@ -185,7 +185,7 @@ func (s *stack) start(ctx context.Context) error {
 		if err := p.launch(); err != nil {
 			return err
 		}
-		if err := p.ready(ctx); err != nil {
+		if err := p.ready(ctx, t); err != nil {
 			return err
 		}
 	}
@@ -298,16 +298,27 @@ func (p *process) now() (*exec.Cmd, *output, chan struct{}) {
 	return p.cmd, p.stdout, p.ended
 }
 
-// ready waits for the ready line.
-func (p *process) ready(ctx context.Context) error {
-	cmd, stdout, ended := p.now()
+// ready waits for the ready line. A process that ends before is started again, as whoever runs
+// it would do: one that finds no leader of the log says so and ends.
+func (p *process) ready(ctx context.Context, t *tally) error {
 	for late := time.Now().Add(startTime); ; {
+		cmd, stdout, ended := p.now()
 		if strings.Contains(stdout.String(), `"ready":true`) {
 			return nil
 		}
 		select {
 		case <-ended:
-			return fmt.Errorf("%s ended before it was ready: %v\n%s", p.name, cmd.ProcessState, p.stderr.String())
+			t.add("starts that failed, and were repeated", 1)
+			if !wait(ctx, 500*time.Millisecond) {
+				return nil
+			}
+			if time.Now().After(late) {
+				return fmt.Errorf("%s ended before it was ready, again and again: %v\n%s", p.name, cmd.ProcessState, p.stderr.String())
+			}
+			if err := p.launch(); err != nil {
+				return err
+			}
+			continue
 		default:
 		}
 		if time.Now().After(late) {

@@ -183,7 +183,7 @@ func (s *suite) one(ctx context.Context, begun time.Time, f fault) error {
 	}
 	if f.kind == killed || f.kind == stopped || f.kind == full {
 		for _, p := range parts {
-			if err := p.ready(ctx); err != nil {
+			if err := p.ready(ctx, s.tally); err != nil {
 				return err
 			}
 		}
