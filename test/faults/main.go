@@ -111,12 +111,11 @@ func (s *suite) run(ctx context.Context, plan []fault) error {
 	s.say("three servers, %d appenders and %d projectors run; %d callers on %d sessions, %d faults in %v", appenders, projectors, s.workers, s.sessions, len(plan), s.duration)
 	s.load = newLoad(s)
 	stopLoad := s.load.start(ctx)
-	err = s.inflict(ctx, plan)
+	if err := s.inflict(ctx, plan); err != nil {
+		s.finding("%v", err)
+	}
 	s.say("healed; stopping the load")
 	stopLoad()
-	if err != nil {
-		return err
-	}
 	if ctx.Err() != nil {
 		return errors.New("interrupted; nothing was checked")
 	}

@@ -376,7 +376,7 @@ func environment() (out []string) {
 }
 
 // outputLimit is how much is kept of what a process writes, in bytes.
-const outputLimit = 16 << 10
+const outputLimit = 4 << 10
 
 // output keeps the last part of what a process wrote.
 type output struct {
