@@ -4,11 +4,12 @@ import (
 	"context"
 	"os"
 
+	"palimpsest/internal/audit"
 	"palimpsest/internal/doctor"
+	"palimpsest/internal/erasure"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/platform"
-	"palimpsest/internal/snapshot"
 )
 
 type doctorCmd struct {
@@ -32,7 +33,7 @@ func (c *doctorCmd) Run(ctx context.Context) error {
 		return err
 	}
 	defer nc.Close()
-	fs, err := doctor.Run(ctx, nc, doctor.Config{Role: doctor.Appender, Vocabulary: vocabulary, Buckets: []string{snapshot.Bucket}, Journal: journal.Config{Partitions: c.Partitions}})
+	fs, err := doctor.Run(ctx, nc, doctor.Config{Role: doctor.Appender, Vocabulary: vocabulary, Streams: []string{audit.AttestationsStream, erasure.Stream}, Journal: journal.Config{Partitions: c.Partitions}})
 	if err != nil {
 		return err
 	}

@@ -5,12 +5,13 @@ import (
 	"os"
 	"strings"
 
+	"palimpsest/internal/audit"
 	"palimpsest/internal/doctor"
+	"palimpsest/internal/erasure"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/platform"
 	"palimpsest/internal/projection"
-	"palimpsest/internal/snapshot"
 )
 
 type doctorCmd struct {
@@ -32,7 +33,11 @@ func (c *doctorCmd) Run(ctx context.Context) error {
 		return err
 	}
 	defer nc.Close()
-	fs, err := doctor.Run(ctx, nc, doctor.Config{Role: doctor.Projector, Vocabulary: vocabulary, Buckets: []string{snapshot.Bucket, projection.CheckpointsBucket, projection.QuarantineBucket}, Journal: journal.Config{Partitions: c.Partitions}})
+	fs, err := doctor.Run(ctx, nc, doctor.Config{
+		Role: doctor.Projector, Vocabulary: vocabulary,
+		Buckets: []string{projection.CheckpointsBucket, projection.QuarantineBucket, projection.WorkersBucket},
+		Streams: []string{audit.AttestationsStream, erasure.Stream}, Journal: journal.Config{Partitions: c.Partitions},
+	})
 	if err != nil {
 		return err
 	}

@@ -13,11 +13,13 @@ import (
 
 	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nkeys"
 	"go.uber.org/goleak"
 
 	"palimpsest/internal/api"
 	"palimpsest/internal/appender"
 	"palimpsest/internal/audit"
+	"palimpsest/internal/erasure"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/journal/journaltest"
@@ -33,7 +35,7 @@ func TestMain(m *testing.M) {
 // start runs a server with the configuration that is delivered, on a free port.
 func start(t *testing.T) string {
 	t.Helper()
-	for _, role := range []string{"APPENDER", "PROJECTOR", "READER"} {
+	for _, role := range []string{"APPENDER", "PROJECTOR", "READER", "OPERATOR"} {
 		t.Setenv(role+"_PASSWORD", "secret-"+strings.ToLower(role))
 	}
 	t.Setenv("SERVER_NAME", "one")
@@ -137,6 +139,7 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 	w := connect(t, url, "appender")
 	p := connect(t, url, "projector")
 	r := connect(t, url, "reader")
+	o := connect(t, url, "operator")
 
 	// The appender: it creates what is not there, appends, forks, repairs, and answers over NATS.
 	log, headers := w.open(t)
@@ -159,6 +162,16 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 	_, err = a.Fork(ctx, appender.ForkRequest{Parent: "s", ID: "c", At: &at})
 	must(t, w, "fork", err)
 	must(t, w, "contended", w.Publish("palimpsest.contended.s", nil))
+	_, err = a.Append(ctx, appender.Request{Session: "gone", Events: [][]byte{[]byte(userEvent)}})
+	must(t, w, "a session to be erased", err)
+	key, err := nkeys.CreateUser()
+	must(t, w, "key", err)
+	signed, err := key.PublicKey()
+	must(t, w, "key", err)
+	attester, err := audit.NewAttester(ctx, log, headers, key, audit.AttestConfig{})
+	must(t, w, "attester", err)
+	_, err = attester.Round(ctx)
+	must(t, w, "round of the attester", err)
 
 	// The projector: it projects, serves all reads, and records them.
 	plog, pheaders := p.open(t)
@@ -169,7 +182,10 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 	must(t, p, "worker", worker.Start(ctx))
 	access := api.NewAccessLog(plog.JetStream(), api.AccessConfig{})
 	must(t, p, "access log", access.Start(ctx))
-	read(t, p, plog, pheaders, buckets, heads)
+	read(t, p, plog, pheaders, buckets, heads, signed)
+	reader := projection.NewReader(plog, pheaders, buckets, heads)
+	answers := api.NewProjectorServices(p.Conn, api.NewProjector(reader, worker, projection.NewHubs(reader, p.Conn), audit.New(plog, pheaders, buckets), api.ProjectorConfig{}), api.ServiceConfig{})
+	must(t, p, "services", answers.Start(ctx))
 	journaltest.Eventually(t, "the checkpoints", func() bool {
 		for _, st := range worker.Status(ctx) {
 			if st.Lag == nil || *st.Lag > 0 {
@@ -178,21 +194,52 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 		}
 		return true
 	})
-	must(t, p, "end of the worker", worker.Stop(ctx))
-	must(t, p, "end of the access log", access.Stop(ctx))
 
 	// The reader: the same reads without a worker, and a request to a service.
 	rlog, rheaders := r.open(t)
 	rbuckets, err := projection.OpenBuckets(ctx, rlog.JetStream(), 1)
 	must(t, r, "buckets", err)
-	read(t, r, rlog, rheaders, rbuckets, projection.NewHeads())
-	_, err = r.RequestWithContext(ctx, "palimpsest.status.s", nil)
-	must(t, r, "status over NATS", err)
+	read(t, r, rlog, rheaders, rbuckets, projection.NewHeads(), signed)
+	for _, call := range []string{"status.s", "session.s", "messages.s", "surface.s", "sessions", "status"} {
+		m, err := r.RequestWithContext(ctx, "palimpsest."+call, nil)
+		must(t, r, call+" over NATS", err)
+		if code := m.Header.Get("Nats-Service-Error-Code"); code != "" {
+			t.Errorf("%s over NATS: %s %s", call, code, m.Data)
+		}
+	}
 
+	// The operator: builds and drops generations, sweeps, erases, and finishes it.
+	olog, oheaders := o.open(t)
+	obuckets, err := projection.OpenBuckets(ctx, olog.JetStream(), 1)
+	must(t, o, "buckets", err)
+	read(t, o, olog, oheaders, obuckets, projection.NewHeads(), signed)
+	_, err = projection.Rebuild(ctx, olog, obuckets, projection.RebuildOptions{Follow: journaltest.Deadline})
+	must(t, o, "rebuild", err)
+	_, err = projection.Rebuild(ctx, olog, obuckets, projection.RebuildOptions{Follow: journaltest.Deadline, Back: true})
+	must(t, o, "rebuild --back", err)
+	_, err = obuckets.DropPrevious(ctx)
+	must(t, o, "drop of the generation from before", err)
+	_, err = obuckets.Snapshots.Sweep(ctx, snapshot.Sweep{Grace: time.Millisecond})
+	must(t, o, "sweep", err)
+	eraser, err := erasure.New(ctx, olog, oheaders)
+	must(t, o, "eraser", err)
+	_, err = eraser.Erase(ctx, erasure.Request{Session: "gone", Reason: "a test", By: "operator"})
+	must(t, o, "erase", err)
+	_, err = eraser.Finish(ctx)
+	must(t, o, "erase --finish", err)
+	after, err := audit.New(olog, oheaders, obuckets).All(ctx, audit.Options{Wait: journaltest.Deadline, Trusted: []string{signed}})
+	must(t, o, "verify", err)
+	if !after.OK() {
+		t.Errorf("findings after the operator's work: %v", after.Findings)
+	}
+
+	must(t, p, "end of the services", answers.Stop(ctx))
+	must(t, p, "end of the worker", worker.Stop(ctx))
+	must(t, p, "end of the access log", access.Stop(ctx))
 	stop()
 	must(t, w, "end of the services", services.Stop(ctx))
 	must(t, w, "end of the appender", a.Close(ctx))
-	for role, u := range map[string]*user{"appender": w, "projector": p, "reader": r} {
+	for role, u := range map[string]*user{"appender": w, "projector": p, "reader": r, "operator": o} {
 		for _, refusal := range u.said(t) {
 			t.Errorf("%s was refused in its work: %s", role, refusal)
 		}
@@ -200,7 +247,7 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 
 	// What nobody may: change or delete the log but by appending, listen to the answers of others.
 	nobody := []string{
-		"$JS.API.STREAM.DELETE.SESSIONS", "$JS.API.STREAM.PURGE.SESSIONS", "$JS.API.STREAM.MSG.DELETE.SESSIONS", "$JS.API.STREAM.DELETE.KV_SURFACES",
+		"$JS.API.STREAM.DELETE.SESSIONS", "$JS.API.STREAM.PURGE.SESSIONS", "$JS.API.STREAM.DELETE.KV_HEADERS", "$JS.API.STREAM.DELETE.ERASURES", "$JS.API.STREAM.DELETE.ATTESTATIONS", "$JS.API.STREAM.MSG.DELETE.ATTESTATIONS",
 		"$JS.API.STREAM.NAMES", "$JS.API.CONSUMER.NAMES.SESSIONS", "$JS.API.STREAM.CREATE.OTHER", "$JS.API.STREAM.SNAPSHOT.SESSIONS", "$JS.API.STREAM.RESTORE.SESSIONS",
 		"$JS.API.STREAM.UPDATE.KV_HEADERS", "other", "$SYS.REQ.SERVER.PING", "_INBOX.x",
 	}
@@ -208,9 +255,10 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 		*user
 		publish, subscribe []string
 	}{
-		"appender":  {w, []string{"$KV.SURFACES.s", "$KV.CHECKPOINTS.p0", "$KV.QUARANTINE.s", "$KV.WORKERS.lease.0", "access.list", "palimpsest.delta.s", "$JS.API.CONSUMER.CREATE.SESSIONS.x"}, []string{"sessions.>", "$KV.>", "palimpsest.delta.*", ">"}},
-		"projector": {p, []string{"sessions.0.s", "$KV.HEADERS.s", "palimpsest.append.s", "palimpsest.repair.s"}, []string{"sessions.>", "palimpsest.append.*", ">"}},
-		"reader":    {r, []string{"sessions.0.s", "$KV.HEADERS.s", "$KV.SURFACES.s", "$KV.WORKERS.lease.0", "palimpsest.append.s", "palimpsest.create.s", "palimpsest.delta.s", "$JS.API.STREAM.UPDATE.SESSIONS", "access.list"}, []string{"sessions.>", "palimpsest.messages.*", "$SRV.>", ">"}},
+		"appender":  {w, []string{"$KV.SURFACES.s", "$KV.CHECKPOINTS.p0", "$KV.QUARANTINE.s", "$KV.WORKERS.lease.0", "access.list", "palimpsest.delta.s", "erasures.s", "$JS.API.STREAM.MSG.DELETE.SESSIONS", "$JS.API.STREAM.DELETE.KV_SURFACES"}, []string{"sessions.>", "$KV.>", "palimpsest.delta.*", ">"}},
+		"projector": {p, []string{"sessions.0.s", "$KV.HEADERS.s", "palimpsest.append.s", "palimpsest.repair.s", "attestations.s", "erasures.s", "$JS.API.STREAM.MSG.DELETE.SESSIONS", "$JS.API.STREAM.DELETE.KV_SURFACES"}, []string{"sessions.>", "palimpsest.append.*", ">"}},
+		"reader":    {r, []string{"sessions.0.s", "$KV.HEADERS.s", "$KV.SURFACES.s", "$KV.WORKERS.lease.0", "palimpsest.append.s", "palimpsest.create.s", "palimpsest.delta.s", "$JS.API.STREAM.UPDATE.SESSIONS", "access.list", "attestations.s", "erasures.s", "$JS.API.STREAM.MSG.DELETE.SESSIONS", "$JS.API.STREAM.DELETE.KV_SURFACES"}, []string{"sessions.>", "palimpsest.messages.*", "$SRV.>", ">"}},
+		"operator":  {o, []string{"attestations.s", "access.list", "palimpsest.append.s", "palimpsest.create.s", "palimpsest.delta.s", "$JS.API.STREAM.DELETE.KV_CHECKPOINTS"}, []string{"sessions.>", "$KV.>", "palimpsest.append.*", "$SRV.>", ">"}},
 	} {
 		for _, subject := range append(c.publish, nobody...) {
 			must(t, c.user, subject, c.Publish(subject, nil))
@@ -219,7 +267,7 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 			}
 		}
 		others := []string{"_INBOX.>"}
-		for _, other := range []string{"appender", "projector", "reader"} {
+		for _, other := range []string{"appender", "projector", "reader", "operator"} {
 			if other != role {
 				others = append(others, "_INBOX_"+other+".>")
 			}
@@ -236,7 +284,7 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 }
 
 // read reads in every way that there is.
-func read(t *testing.T, u *user, log *journal.Journal, headers *journal.Headers, buckets *projection.Buckets, heads *projection.Heads) {
+func read(t *testing.T, u *user, log *journal.Journal, headers *journal.Headers, buckets *projection.Buckets, heads *projection.Heads, signed string) {
 	t.Helper()
 	ctx := journaltest.Context(t)
 	r := projection.NewReader(log, headers, buckets, heads)
@@ -252,15 +300,30 @@ func read(t *testing.T, u *user, log *journal.Journal, headers *journal.Headers,
 	must(t, u, "sessions", err)
 	children, err := fleet.List(ctx, projection.FleetFilter{Parent: "s"}, "", 10)
 	must(t, u, "children", err)
-	if len(list.Rows) != 2 || len(children.Rows) != 1 {
-		t.Errorf("found %d sessions and %d children, want 2 and 1", len(list.Rows), len(children.Rows))
+	if len(list.Rows) != 3 || len(children.Rows) != 1 {
+		t.Errorf("found %d sessions and %d children, want 3 and 1", len(list.Rows), len(children.Rows))
 	}
 	_, err = r.Quarantined(ctx)
 	must(t, u, "quarantined", err)
 	watch, err := projection.NewHubs(r, u.Conn).Watch(ctx, "s", v.Last()-2)
 	must(t, u, "watch", err)
 	watch.Close()
-	rep, err := audit.New(log, headers, buckets).All(ctx, audit.Options{Wait: journaltest.Deadline})
+	auditor := audit.New(log, headers, buckets)
+	_, err = auditor.Explain(ctx, "s", 1, 10)
+	must(t, u, "explain", err)
+	_, err = auditor.Diff(ctx, "s", 0, 1)
+	must(t, u, "diff", err)
+	_, err = auditor.Blame(ctx, "s", "x")
+	must(t, u, "blame", err)
+	_, err = auditor.Usage(ctx, "s")
+	must(t, u, "usage", err)
+	_, err = auditor.Fleet(ctx)
+	must(t, u, "usage of all", err)
+	feed, _, err := fleet.Feed(ctx, projection.FleetFilter{}, 0)
+	must(t, u, "feed", err)
+	_, err = feed.Next(ctx)
+	must(t, u, "change of the feed", err)
+	rep, err := auditor.All(ctx, audit.Options{Wait: journaltest.Deadline, Trusted: []string{signed}})
 	must(t, u, "verify", err)
 	if !rep.OK() {
 		t.Errorf("findings: %v", rep.Findings)

@@ -18,6 +18,7 @@ import (
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
+	"palimpsest/internal/snapshot"
 )
 
 // Status is how bad a finding is.
@@ -54,8 +55,11 @@ type Config struct {
 	Journal journal.Config
 	// Vocabulary is what the program knows.
 	Vocabulary *events.Vocabulary
-	// Buckets that the program needs beside HEADERS.
+	// Buckets that the program needs beside HEADERS, GENERATIONS and the bucket of snapshots
+	// that serves.
 	Buckets []string
+	// Streams that are looked at where somebody uses them, and are nowhere else missed.
+	Streams []string
 	// Timeout bounds each question to the server. Defaults to 3 s.
 	Timeout time.Duration
 }
@@ -99,10 +103,14 @@ func Run(ctx context.Context, nc *nats.Conn, cfg Config) ([]Finding, error) {
 	ex.connection()
 	if ex.account(ctx) {
 		ex.log(ctx)
-		for _, b := range append([]string{journal.HeadersBucket}, cfg.Buckets...) {
+		serving := ex.serving(ctx)
+		for _, b := range append([]string{journal.HeadersBucket, snapshot.GenerationsBucket, serving}, cfg.Buckets...) {
 			ex.bucket(ctx, b)
 		}
-		ex.permissions(ctx)
+		for _, s := range cfg.Streams {
+			ex.beside(ctx, s)
+		}
+		ex.permissions(ctx, serving)
 	}
 	return ex.findings, nil
 }
@@ -325,7 +333,7 @@ func (ex *exam) bucket(ctx context.Context, name string) {
 	}{
 		{c.Storage != jetstream.FileStorage, Fail, "its store is in memory", "create it anew on a file store"},
 		{c.MaxAge > 0, Fail, fmt.Sprintf("its keys are dropped after %v", c.MaxAge), "set max_age to 0: what it holds is valid for ever"},
-		{c.MaxMsgsPerSubject > 1, Warn, fmt.Sprintf("it keeps %d values of a key", c.MaxMsgsPerSubject), "set its history to 1: old values are never read"},
+		{c.MaxMsgsPerSubject > 1 && name != snapshot.GenerationsBucket, Warn, fmt.Sprintf("it keeps %d values of a key", c.MaxMsgsPerSubject), "set its history to 1: old values are never read"},
 		{c.MaxBytes > 0, Warn, fmt.Sprintf("it may have at most %d bytes", c.MaxBytes), "see that it is enough, or set max_bytes to -1: a full bucket stops projection"},
 	} {
 		if w.bad {
@@ -335,14 +343,48 @@ func (ex *exam) bucket(ctx context.Context, name string) {
 	ex.replicas(check, info)
 }
 
+// serving is the bucket whose snapshots serve.
+func (ex *exam) serving(ctx context.Context) string {
+	ctx, cancel := context.WithTimeout(ctx, ex.cfg.Timeout)
+	defer cancel()
+	name, err := snapshot.Serving(ctx, ex.js)
+	if err != nil {
+		ex.say("generation", Fail, ex.why(err), "see that the user may read bucket "+snapshot.GenerationsBucket+"; where its value is damaged, restore it, or put back what `projector rebuild --list` has shown before")
+		return snapshot.Bucket
+	}
+	ex.say("generation", OK, "snapshots are served from bucket "+name, "")
+	return name
+}
+
+// beside looks at a stream that not everybody uses.
+func (ex *exam) beside(ctx context.Context, name string) {
+	check := "stream " + name
+	ctx, cancel := context.WithTimeout(ctx, ex.cfg.Timeout)
+	defer cancel()
+	s, err := ex.js.Stream(ctx, name)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return
+	}
+	if err != nil {
+		ex.say(check, Fail, ex.why(err), "see that the user may ask $JS.API.STREAM.INFO."+name)
+		return
+	}
+	info := s.CachedInfo()
+	ex.say(check, OK, fmt.Sprintf("%d messages, %d bytes, %d sessions", info.State.Msgs, info.State.Bytes, info.State.NumSubjects), "")
+	if c := info.Config; c.Storage != jetstream.FileStorage || c.MaxAge > 0 || !c.DenyDelete {
+		ex.say(check+": settings", Fail, fmt.Sprintf("storage %v, max_age %v, deny_delete %v", c.Storage, c.MaxAge, c.DenyDelete), "it is evidence: keep it in a file store, without max_age and with deny_delete, which is set when it is created")
+	}
+	ex.replicas(check, info)
+}
+
 // permissions asks for what the role must be able to do, in such a way that nothing is stored:
 // a publish that expects another stream is refused by JetStream, and one that is not allowed
 // does not even come there.
-func (ex *exam) permissions(ctx context.Context) {
+func (ex *exam) permissions(ctx context.Context, serving string) {
 	subjects := map[string]string{"sessions": ex.cfg.Journal.Prefix + ".0.doctor", "headers": "$KV." + journal.HeadersBucket + ".doctor"}
 	if ex.cfg.Role == Projector {
 		subjects = map[string]string{}
-		for _, b := range ex.cfg.Buckets {
+		for _, b := range append([]string{serving}, ex.cfg.Buckets...) {
 			subjects[b] = "$KV." + b + ".doctor"
 		}
 	}

@@ -13,7 +13,9 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"go.uber.org/goleak"
 
+	"palimpsest/internal/audit"
 	"palimpsest/internal/doctor"
+	"palimpsest/internal/erasure"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/journal/journaltest"
@@ -36,7 +38,7 @@ func vocabulary(t *testing.T) *events.Vocabulary {
 }
 
 func config(t *testing.T, role doctor.Role) doctor.Config {
-	return doctor.Config{Role: role, Vocabulary: vocabulary(t), Buckets: []string{snapshot.Bucket, projection.CheckpointsBucket, projection.QuarantineBucket}, Timeout: 500 * time.Millisecond}
+	return doctor.Config{Role: role, Vocabulary: vocabulary(t), Buckets: []string{projection.CheckpointsBucket, projection.QuarantineBucket, projection.WorkersBucket}, Streams: []string{audit.AttestationsStream, erasure.Stream}, Timeout: 500 * time.Millisecond}
 }
 
 // examine returns status and fix of each check.
@@ -142,6 +144,49 @@ func TestEachThingThatIsOffIsSaidWithItsRemedy(t *testing.T) {
 	}
 	if f := got["bucket QUARANTINE"]; len(f) != 1 || f[0].Status != doctor.Warn {
 		t.Errorf("a bucket that is not there: %+v", f)
+	}
+}
+
+func TestTheGenerationThatServesAndStreamsInUseAreLookedAt(t *testing.T) {
+	t.Parallel()
+	srv := journaltest.Start(t)
+	nc := srv.Conn(t)
+	ctx := journaltest.Context(t)
+	j := open(t, nc, vocabulary(t))
+	before := examine(t, nc, config(t, doctor.Projector))
+	if len(before["bucket WORKERS"]) != 1 || len(before["bucket GENERATIONS"]) != 1 || len(before["stream ERASURES"]) != 0 {
+		t.Errorf("a new deployment: %+v", before)
+	}
+	if _, err := j.JetStream().CreateKeyValue(ctx, jetstream.KeyValueConfig{Bucket: "SURFACES_2", Storage: jetstream.MemoryStorage}); err != nil {
+		t.Fatal(err)
+	}
+	kv, err := j.JetStream().KeyValue(ctx, snapshot.GenerationsBucket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := kv.Put(ctx, snapshot.GenerationsKey, []byte(`{"v":1,"current":{"n":2,"bucket":"SURFACES_2","fold":1,"since":0},"last":2}`)); err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range []jetstream.StreamConfig{{Name: erasure.Stream, Subjects: []string{"erasures.*"}, DenyDelete: true}, {Name: audit.AttestationsStream, Subjects: []string{"attestations.*"}}} {
+		if _, err := j.JetStream().CreateStream(ctx, s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got := examine(t, nc, config(t, doctor.Projector))
+	if f := got["bucket SURFACES_2: settings"]; len(f) != 1 || f[0].Status != doctor.Fail || len(got["bucket SURFACES"]) != 0 {
+		t.Errorf("expected the bucket that serves to be looked at and the first one not: %+v", got)
+	}
+	if len(got["stream ERASURES"]) != 1 || len(got["stream ERASURES: settings"]) != 0 {
+		t.Errorf("erasures: %+v", got)
+	}
+	if f := got["stream ATTESTATIONS: settings"]; len(f) != 1 || f[0].Status != doctor.Fail {
+		t.Errorf("attestations of which messages can be deleted: %+v", f)
+	}
+	if _, err := kv.Put(ctx, snapshot.GenerationsKey, []byte(`{}`)); err != nil {
+		t.Fatal(err)
+	}
+	if f := examine(t, nc, config(t, doctor.Projector))["generation"]; len(f) != 1 || f[0].Status != doctor.Fail {
+		t.Errorf("a register that cannot be read: %+v", f)
 	}
 }
 

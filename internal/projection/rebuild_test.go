@@ -248,7 +248,7 @@ func TestALostBucketIsFoldedAnew(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t)
 			ctx := journaltest.Context(t)
-			begin := func() *worker { return w.worker(projection.Config{Lease: 2 * time.Second}) }
+			begin := func() *worker { return w.worker(projection.Config{ID: "w", Lease: 2 * time.Second}) }
 			k := begin()
 			for i := range 4 {
 				id := fmt.Sprint("s", i)

@@ -107,7 +107,7 @@ func (w *Worker) Overview(ctx context.Context) (*Overview, error) {
 	}
 	if known {
 		out.Lag = &lag
-		out.CaughtUp = lag == 0 && out.OldestUnflushedMs == 0 && followed && w.nothingBehind(ctx, out.Partitions)
+		out.CaughtUp = lag == 0 && out.OldestUnflushedMs == 0 && followed && w.Follows(ctx) && w.nothingBehind(ctx, out.Partitions)
 	}
 	return out, nil
 }

@@ -132,19 +132,31 @@ func openRegister(ctx context.Context, js jetstream.JetStream, replicas int) (*r
 
 // read returns what is stored, and stores a first generation when there is nothing.
 func (r *register) read(ctx context.Context) (*Generations, error) {
+	g, err := r.stored(ctx)
+	if err != nil || g != nil {
+		return g, err
+	}
+	first := &Generations{V: 1, Current: newGeneration(1), Last: 1}
+	switch err := r.store(ctx, first); {
+	case err == nil:
+		first.born = true
+		return first, nil
+	case !errors.Is(err, ErrMoved):
+		return nil, err
+	}
+	if g, err = r.stored(ctx); err == nil && g == nil {
+		err = unavailable(jetstream.ErrKeyNotFound)
+	}
+	return g, err
+}
+
+// stored returns what is stored, nil when there is nothing.
+func (r *register) stored(ctx context.Context) (*Generations, error) {
 	ctx, cancel := context.WithTimeout(ctx, readTimeout)
 	defer cancel()
 	e, err := r.kv.Get(ctx, GenerationsKey)
 	if errors.Is(err, jetstream.ErrKeyNotFound) {
-		first := &Generations{V: 1, Current: newGeneration(1), Last: 1}
-		switch err := r.store(ctx, first); {
-		case err == nil:
-			first.born = true
-			return first, nil
-		case !errors.Is(err, ErrMoved):
-			return nil, err
-		}
-		e, err = r.kv.Get(ctx, GenerationsKey)
+		return nil, nil
 	}
 	if err != nil {
 		return nil, unavailable(err)

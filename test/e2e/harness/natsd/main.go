@@ -19,16 +19,23 @@ func main() {
 	port := flag.Int("port", 0, "port for clients")
 	clusterPort := flag.Int("cluster-port", 0, "port for the other servers")
 	routes := flag.String("routes", "", "URLs of the other servers, with commas between them")
+	// Servers tell each other and their clients where further servers are; with links that can be
+	// cut, only the links that were given may be used.
+	alone := flag.Bool("no-gossip", false, "use the given routes alone, and tell clients of no other server")
 	store := flag.String("store", "", "directory of the store")
 	flag.Parse()
 	stop := make(chan os.Signal, 1)
 	signal.Notify(stop, syscall.SIGTERM, os.Interrupt)
 
-	s, err := server.NewServer(&server.Options{
+	opts := &server.Options{
 		ServerName: *name, Host: "127.0.0.1", Port: *port, JetStream: true, StoreDir: *store, NoSigs: true, NoLog: true,
 		Cluster: server.ClusterOpts{Name: "e2e", Host: "127.0.0.1", Port: *clusterPort},
 		Routes:  server.RoutesFromStr(*routes),
-	})
+	}
+	if *alone {
+		opts.Cluster.NoAdvertise, opts.Cluster.Advertise = true, "127.0.0.1:1" // nobody listens there
+	}
+	s, err := server.NewServer(opts)
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -1,0 +1,374 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"palimpsest/test/e2e/harness"
+)
+
+// load is the sessions, and the callers that work on them.
+type load struct {
+	s        *suite
+	writes   []*harness.Client // one for each appender
+	reads    []*harness.Client // one for each projector
+	marks    atomic.Int64
+	stopping chan struct{} // closed when no caller begins anything new
+
+	mu       sync.Mutex // guards sessions
+	sessions []*session
+}
+
+// session is what callers know of one session.
+type session struct {
+	id     string
+	parent *session // of a fork
+	at     int64    // last seq that a fork inherited
+	fenced bool     // writers take it in turn
+
+	mu       sync.Mutex // guards all below
+	ops      []op
+	acked    int64 // highest seq that was acknowledged, -1 for none
+	epoch    int64 // highest that was given out
+	watchers []*watcher
+}
+
+// op is one call that should have changed the log, as its caller saw it.
+type op struct {
+	what     string
+	client   int
+	mark     string // of its first event, "" when the service made all of them
+	events   int64  // 0 when only the service knows
+	expected int64  // seq that was expected, -1 for none
+	call     int64  // nanoseconds since the start
+	end      int64
+	outcome  string // stored, refused or unknown
+	receipt  harness.Receipt
+	actual   int64 // next seq as a conflict told it, -1 when none did
+}
+
+func newLoad(s *suite) *load {
+	l := &load{s: s, stopping: make(chan struct{})}
+	for _, name := range programNames {
+		c := harness.NewClient(s.stack.processes[name].http)
+		if name[0] == 'a' {
+			l.writes = append(l.writes, c)
+		} else {
+			l.reads = append(l.reads, c)
+		}
+	}
+	for i := range s.sessions {
+		l.sessions = append(l.sessions, &session{id: fmt.Sprintf("session %d", i), acked: -1, fenced: i%3 == 0})
+	}
+	return l
+}
+
+func (l *load) all() []*session {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Clone(l.sessions)
+}
+
+// start starts callers and watchers. The function that it returns lets callers finish what they
+// have begun; watchers go on until the checks are through with them.
+func (l *load) start(ctx context.Context) (stop func()) {
+	for i, s := range l.all() {
+		if i%2 == 0 {
+			l.watch(ctx, s, i)
+		}
+	}
+	var wg sync.WaitGroup
+	for i := range l.s.workers {
+		r := rand.New(rand.NewPCG(l.s.seed, uint64(100+i)))
+		wg.Go(func() {
+			for {
+				select {
+				case <-l.stopping:
+					return
+				default:
+				}
+				l.act(ctx, r, i)
+				if !wait(ctx, time.Duration(r.Int64N(int64(2*l.s.pause)))) {
+					return
+				}
+			}
+		})
+	}
+	return func() {
+		close(l.stopping)
+		wg.Wait()
+	}
+}
+
+// act does one thing.
+func (l *load) act(ctx context.Context, r *rand.Rand, client int) {
+	all := l.all()
+	s := all[r.IntN(len(all))]
+	s.mu.Lock()
+	acked, epoch := s.acked, s.epoch
+	s.mu.Unlock()
+	switch n := r.IntN(100); {
+	case acked < 0 || n < 35:
+		if r.IntN(4) == 0 { // a writer that was replaced, or none
+			epoch = 0
+		}
+		l.append(ctx, r, s, client, "append with key", -1, epoch)
+	case n < 60:
+		l.append(ctx, r, s, client, "append with expectedSeq", acked+1, 0)
+	case n < 63:
+		l.turn(ctx, r, s, client)
+	case n < 68 && s.fenced:
+		l.derived(ctx, r, s, client, "writer", fmt.Sprintf(`{"writer":"w%d"}`, client))
+	case n < 71:
+		l.derived(ctx, r, s, client, "repair", "")
+	case n < 75:
+		l.compact(ctx, r, s, client)
+	case n < 77 && len(all) < 2*l.s.sessions:
+		l.fork(ctx, r, s, client, acked)
+	case n < 90:
+		l.read(ctx, r, s, acked)
+	default:
+		l.fresh(ctx, r, s)
+	}
+}
+
+// turn begins a turn that repair finds open.
+func (l *load) turn(ctx context.Context, r *rand.Rand, s *session, client int) {
+	n := l.marks.Add(1)
+	o := op{what: "turn", client: client, events: 1, expected: -1, actual: -1, mark: fmt.Sprintf("m-%d", n)}
+	s.mu.Lock()
+	epoch := s.epoch
+	s.mu.Unlock()
+	options := []harness.Option{harness.With("Idempotency-Key", "key "+o.mark)}
+	if epoch > 0 {
+		options = append(options, harness.With("Palimpsest-Writer-Epoch", fmt.Sprint(epoch)))
+	}
+	l.change(ctx, r, s, o, harness.SessionPath(s.id, "/events"), fmt.Appendf(nil, `[{"type":"turn/start","data":{"turn":%d,"mark":%q}}]`, n, o.mark), options...)
+}
+
+// event is an event with a mark, so that it can be found again.
+func event(r *rand.Rand, mark string) string {
+	if r.IntN(4) == 0 {
+		return fmt.Sprintf(`{"type":"goal/change","data":{"mark":%q}}`, mark)
+	}
+	return fmt.Sprintf(`{"type":"user/message","surfaceOp":"append","data":{"id":%q,"mark":%q,"role":"user","source":{"kind":"user"},"content":[{"type":"text","text":"kiln"}]}}`, mark, mark)
+}
+
+// append appends 1 to 4 events.
+func (l *load) append(ctx context.Context, r *rand.Rand, s *session, client int, what string, expected, epoch int64) {
+	o := op{what: what, client: client, events: 1 + r.Int64N(4), expected: expected, actual: -1, mark: fmt.Sprintf("m-%d", l.marks.Add(1))}
+	body := "["
+	for i := range o.events {
+		mark := o.mark
+		if i > 0 {
+			mark = fmt.Sprintf("%s-%d", o.mark, i)
+			body += ","
+		}
+		body += event(r, mark)
+	}
+	var options []harness.Option
+	if expected >= 0 {
+		options = append(options, harness.ExpectedSeq(expected))
+	} else {
+		options = append(options, harness.With("Idempotency-Key", "key "+o.mark))
+	}
+	// A session with a writer takes no append without epoch or expectedSeq.
+	if epoch > 0 {
+		options = append(options, harness.With("Palimpsest-Writer-Epoch", fmt.Sprint(epoch)))
+	}
+	l.change(ctx, r, s, o, harness.SessionPath(s.id, "/events"), []byte(body+"]"), options...)
+}
+
+// derived asks for events that the service makes.
+func (l *load) derived(ctx context.Context, r *rand.Rand, s *session, client int, what, body string) (op, []byte) {
+	o := op{what: what, client: client, expected: -1, actual: -1}
+	return l.change(ctx, r, s, o, harness.SessionPath(s.id, "/"+what), []byte(body))
+}
+
+func (l *load) compact(ctx context.Context, r *rand.Rand, s *session, client int) {
+	view, err := l.reads[r.IntN(len(l.reads))].Surface(ctx, s.id)
+	if err != nil || len(view.Nodes) < 3 {
+		return
+	}
+	from := r.IntN(len(view.Nodes) - 1)
+	to := min(from+1+r.IntN(5), len(view.Nodes)-1)
+	l.derived(ctx, r, s, client, "compact", fmt.Sprintf(`{"startSeq":%d,"endSeq":%d,"summary":"what was said"}`, view.Nodes[from].Seq, view.Nodes[to].Seq))
+}
+
+func (l *load) fork(ctx context.Context, r *rand.Rand, s *session, client int, acked int64) {
+	child := &session{id: fmt.Sprintf("fork %d", l.marks.Add(1)), parent: s, at: r.Int64N(acked + 1), acked: -1}
+	res := l.do(ctx, l.writes, r, "fork", http.MethodPost, harness.SessionPath(s.id, "/fork"), fmt.Appendf(nil, `{"at":%d,"id":%q}`, child.at, child.id))
+	switch {
+	case res.err != nil, res.problem != nil && res.lost:
+		// Whether there is a child is not known; if so, verify looks at it.
+	case res.problem != nil && res.problem.Code != "open-turn" && res.problem.Code != "not-at-a-boundary":
+		l.s.finding("fork of %s at %d: %s: %s", s.id, child.at, res.problem.Code, res.problem.Detail)
+	case res.problem == nil:
+		l.s.add("done: fork", 1)
+		child.acked = child.at + 1
+		l.mu.Lock()
+		l.sessions = append(l.sessions, child)
+		l.mu.Unlock()
+	}
+}
+
+// change sends a call that changes the log and records what became of it.
+func (l *load) change(ctx context.Context, r *rand.Rand, s *session, o op, path string, body []byte, options ...harness.Option) (op, []byte) {
+	o.call = time.Since(l.s.started).Nanoseconds()
+	res := l.do(ctx, l.writes, r, o.what, http.MethodPost, path, body, options...)
+	o.end = time.Since(l.s.started).Nanoseconds()
+	// An append that is recognised when it is repeated has one outcome; what the service makes
+	// anew each time may have been done once before it was refused.
+	recognised := o.events > 0
+	var answer struct {
+		harness.Receipt
+		Epoch    int64
+		Repaired *bool
+	}
+	switch {
+	case res.err != nil, res.problem != nil && res.lost && (!recognised || res.problem.Code == "fenced"):
+		o.outcome = "unknown"
+	case res.problem != nil:
+		o.outcome = "refused"
+		if res.problem.ActualSeq != nil {
+			o.actual = *res.problem.ActualSeq
+		}
+		switch res.problem.Code {
+		case "seq-conflict", "fenced", "session-not-found", "rule-violation", "INVARIANT", "nothing-to-repair", "bad-request", "open-turn", "splits-tool-pair":
+		default:
+			l.s.finding("%s on %s was refused: %s: %s", o.what, s.id, res.problem.Code, res.problem.Detail)
+		}
+	case json.Unmarshal(res.Body, &answer) != nil:
+		l.s.finding("%s on %s: answer %.200s", o.what, s.id, res.Body)
+		o.outcome = "unknown"
+	case answer.Repaired != nil && !*answer.Repaired:
+		o.outcome = "refused" // nothing was open
+	default:
+		o.outcome, o.receipt = "stored", answer.Receipt
+		if o.receipt.Session != s.id || o.events > 0 && o.receipt.LastSeq-o.receipt.FirstSeq+1 != o.events || o.receipt.Commit == "" {
+			l.s.finding("%s on %s: receipt %s", o.what, s.id, res.Body)
+		}
+		if o.receipt.Duplicate {
+			l.s.add("duplicates recognised", 1)
+		}
+		if res.lost {
+			l.s.add("decided after a lost answer", 1)
+		}
+	}
+	l.s.add(o.outcome+": "+o.what, 1)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ops = append(s.ops, o)
+	if o.outcome == "stored" {
+		s.acked = max(s.acked, o.receipt.LastSeq)
+		s.epoch = max(s.epoch, answer.Epoch)
+	} else if o.actual > 0 {
+		s.acked = max(s.acked, o.actual-1) // somebody's, and there
+	}
+	return o, res.Body
+}
+
+// read waits for what was acknowledged: an answer must not be older.
+func (l *load) read(ctx context.Context, r *rand.Rand, s *session, acked int64) {
+	if acked < 0 {
+		return
+	}
+	res := l.do(ctx, l.reads, r, "read with minSeq", http.MethodGet, harness.SessionPath(s.id, "/messages"), nil, harness.Query("minSeq", fmt.Sprint(acked)), harness.Query("timeout", "5s"))
+	var m harness.Messages
+	switch {
+	case res.err != nil:
+	case res.problem != nil:
+		l.s.finding("read of %s as of %d: %s: %s", s.id, acked, res.problem.Code, res.problem.Detail)
+	case json.Unmarshal(res.Body, &m) != nil || m.Seq < acked:
+		l.s.finding("read of %s waited for %d and got %.100s", s.id, acked, res.Body)
+	default:
+		l.s.add("check: read not older than it waited for", 1)
+	}
+}
+
+// fresh reads the log's end: an answer must not be older than what was acknowledged before.
+func (l *load) fresh(ctx context.Context, r *rand.Rand, s *session) {
+	s.mu.Lock()
+	acked := s.acked
+	s.mu.Unlock()
+	if acked < 0 {
+		return
+	}
+	res := l.do(ctx, l.reads, r, "fresh read", http.MethodGet, harness.SessionPath(s.id, "/messages"), nil, harness.Query("fresh", "true"))
+	var m harness.Messages
+	switch {
+	case res.err != nil:
+	case res.problem != nil:
+		l.s.finding("fresh read of %s: %s: %s", s.id, res.problem.Code, res.problem.Detail)
+	case json.Unmarshal(res.Body, &m) != nil || m.Seq < acked:
+		l.s.finding("fresh read of %s, acknowledged up to %d, got %.100s", s.id, acked, res.Body)
+	default:
+		l.s.add("check: fresh read not older than what was acknowledged", 1)
+	}
+}
+
+// result is what became of a call.
+type result struct {
+	harness.Answer
+	problem *harness.Problem // why it was refused
+	lost    bool             // an attempt had no answer and may have been carried out besides
+	err     error            // nobody knows what became of it
+}
+
+// do sends a call as a good client does: to any of the programs, again with growing pauses until
+// there is an answer that decides.
+func (l *load) do(ctx context.Context, to []*harness.Client, r *rand.Rand, what, method, path string, body []byte, options ...harness.Option) (res result) {
+	ctx, cancel := context.WithTimeout(ctx, callTime)
+	defer cancel()
+	l.s.add("calls", 1)
+	for pause := 20 * time.Millisecond; ; pause = min(2*pause, time.Second) {
+		one, stop := context.WithTimeout(ctx, 20*time.Second)
+		var err error
+		res.Answer, err = to[r.IntN(len(to))].Do(one, method, path, body, options...)
+		stop()
+		var op *net.OpError
+		switch {
+		case errors.As(err, &op) && op.Op == "dial": // nobody listens
+		case err != nil:
+			l.s.add("answers lost", 1)
+			res.lost = true
+		case res.Status/100 == 2:
+			return res
+		default:
+			p, err := res.Problem()
+			if err != nil {
+				l.s.finding("%s: %s %s: %v", what, method, path, err)
+				res.err = err
+				return res
+			}
+			switch {
+			case p.Code == "outcome-unknown":
+				res.lost = true
+				l.s.add("answers "+p.Code, 1)
+			case p.Status == http.StatusTooManyRequests, p.Status == http.StatusServiceUnavailable, p.Code == "not-yet-projected":
+				l.s.add("answers "+p.Code, 1)
+			case p.Status >= 500:
+				l.s.finding("%s: %s %s: %d %s: %s", what, method, path, p.Status, p.Code, p.Detail)
+				fallthrough
+			default:
+				l.s.add("refusals "+p.Code, 1)
+				res.problem = &p
+				return res
+			}
+		}
+		if !wait(ctx, pause/2+time.Duration(r.Int64N(int64(pause)))) {
+			l.s.finding("%s: %s %s was not decided within %v", what, method, path, callTime)
+			res.err = ctx.Err()
+			return res
+		}
+	}
+}

@@ -1,0 +1,123 @@
+// Command faults lets clients work on a cluster of three NATS servers, two appenders and three
+// projectors, all real processes on loopback, while a schedule drawn from a seed kills, freezes
+// and restarts them, cuts and slows the links between them and moves the stream's leader. Then it
+// holds everything that was acknowledged against what is stored and served. It talks to the
+// programs only from outside: command line, HTTP and NATS.
+//
+// The same seed gives the same schedule. It prints what was done, how often each fault and each
+// check came, and what was found, and ends with code 1 when anything was found.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+)
+
+// Bounds of every wait.
+const (
+	startTime  = 60 * time.Second // until a program prints its ready line
+	stopTime   = 60 * time.Second // from SIGTERM to the end
+	callTime   = 90 * time.Second // one call with all its retries
+	healTime   = 2 * time.Minute  // from the last fault until all is projected
+	verifyTime = 3 * time.Minute
+	checkTime  = 3 * time.Minute
+)
+
+// config is what the flags say.
+type config struct {
+	duration time.Duration
+	sessions int
+	workers  int
+	pause    time.Duration
+	seed     uint64
+	disk     bool
+	dry      bool
+}
+
+func main() {
+	var c config
+	flag.DurationVar(&c.duration, "duration", time.Minute, "how long load and faults last")
+	flag.IntVar(&c.sessions, "sessions", 12, "sessions at the start; forks add some")
+	flag.IntVar(&c.workers, "workers", 8, "callers at the same time")
+	flag.DurationVar(&c.pause, "pause", 30*time.Millisecond, "mean pause of a caller between two calls")
+	flag.Uint64Var(&c.seed, "seed", uint64(time.Now().UnixNano()), "seed of schedule and load; the time unless given")
+	flag.BoolVar(&c.disk, "disk", false, "fill servers' disks, too; needs root, on Linux, and changes the schedule of a seed")
+	flag.BoolVar(&c.dry, "schedule", false, "print the schedule and do nothing")
+	flag.Parse()
+	if flag.NArg() > 0 || c.sessions < 1 || c.workers < 1 || c.duration <= 0 || c.pause <= 0 {
+		fmt.Fprintln(os.Stderr, "faults: expected no arguments and positive numbers; -h shows what there is")
+		os.Exit(2)
+	}
+	os.Exit(run(c))
+}
+
+func run(c config) int {
+	plan := newSchedule(c.seed, c.duration, c.disk)
+	if c.dry {
+		for _, f := range plan {
+			fmt.Println(f)
+		}
+		return 0
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	s := &suite{config: c, started: time.Now(), tally: newTally()}
+	err := s.run(ctx, plan)
+	if s.stack != nil {
+		err = errors.Join(err, s.stack.close(s.tally))
+	}
+	if err != nil {
+		s.finding("%v", err)
+	}
+	s.say("seed %d done", c.seed)
+	s.print(os.Stdout)
+	if s.found() > 0 {
+		fmt.Printf("again: make e2e SEED=%d ARGS='-duration %v -disk=%v'\n", c.seed, c.duration, c.disk)
+		return 1
+	}
+	return 0
+}
+
+// suite is one run.
+type suite struct {
+	config
+	started time.Time
+	stack   *stack
+	load    *load
+	*tally
+}
+
+// say prints a line of progress.
+func (s *suite) say(format string, args ...any) {
+	fmt.Printf("%6.1fs  %s\n", time.Since(s.started).Seconds(), fmt.Sprintf(format, args...))
+}
+
+// run is everything: load and faults, then the checks.
+func (s *suite) run(ctx context.Context, plan []fault) error {
+	s.say("seed %d; building the programs", s.seed)
+	var err error
+	if s.stack, err = newStack(ctx, s.disk); err != nil {
+		return err
+	}
+	if err := s.stack.start(ctx, s.tally); err != nil {
+		return err
+	}
+	s.say("three servers, %d appenders and %d projectors run; %d callers on %d sessions, %d faults in %v", appenders, projectors, s.workers, s.sessions, len(plan), s.duration)
+	s.load = newLoad(s)
+	stopLoad := s.load.start(ctx)
+	if err := s.inflict(ctx, plan); err != nil {
+		s.finding("%v", err)
+	}
+	s.say("healed; stopping the load")
+	stopLoad()
+	if ctx.Err() != nil {
+		return errors.New("interrupted; nothing was checked")
+	}
+	return s.check(ctx)
+}
