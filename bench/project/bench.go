@@ -26,7 +26,7 @@ type bench struct {
 	Only       string        `help:"Measure this part alone: project, fold or read." enum:",project,fold,read" default:""`
 	Profile    string        `help:"Write a CPU profile of --case, which then runs alone, all its rounds." placeholder:"FILE"`
 	MemProfile string        `help:"Write a profile of what was allocated, likewise." placeholder:"FILE" name:"memprofile"`
-	Case       string        `help:"The case to profile: packed1, packed10, read/go, read/http or raw, the last three with a surface size behind a slash." placeholder:"NAME"`
+	Case       string        `help:"The case to profile: packed1, packed10, bare1, bare10 (their baselines), read/go, read/http or raw, the last three with a surface size behind a slash." placeholder:"NAME"`
 	Flat       bool          `help:"Measure instead how many bytes are written to KV an event, by the session's length."`
 	Longest    int           `help:"With --flat: events of the longest session." default:"1000000"`
 
@@ -109,13 +109,22 @@ func (b *bench) profile(ctx context.Context, r *rig) error {
 	var once func() error
 	part, size, _ := strings.Cut(b.Case, "/")
 	switch part {
-	case "packed1", "packed10":
-		l, err := r.newLog(ctx, part, map[string]int{"packed1": 1, "packed10": 10}[part], b.Sessions, b.Events/b.Sessions)
+	case "packed1", "packed10", "bare1", "bare10":
+		per := map[string]int{"packed1": 1, "packed10": 10, "bare1": 1, "bare10": 10}[part]
+		l, err := r.newLog(ctx, fmt.Sprintf("packed%d", per), per, b.Sessions, b.Events/b.Sessions)
 		if err != nil {
 			return err
 		}
+		var wrote *span // by a projection
 		once = func() error {
-			s, err := r.projectOnce(ctx, l)
+			run := func() (*span, error) { return r.projectOnce(ctx, l) }
+			if strings.HasPrefix(part, "bare") && wrote != nil {
+				run = func() (*span, error) { return r.bare(ctx, l, true, wrote.puts, wrote.bytes) }
+			}
+			s, err := run()
+			if err == nil && wrote == nil {
+				wrote = s
+			}
 			if err == nil {
 				b.say("%.0f events/s, %s of processor time an event, %d KV writes of %d bytes", s.rate(), s.cpuPer(), s.puts, s.bytes)
 			}

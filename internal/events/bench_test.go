@@ -51,3 +51,33 @@ func BenchmarkFingerprint(b *testing.B) {
 		}
 	})
 }
+
+// BenchmarkStored is what a projector makes of a stored surface event: its message and, of a tool
+// result, the fingerprint.
+func BenchmarkStored(b *testing.B) {
+	text := `[{"type":"text","text":"` + strings.Repeat("lorem \\n ", 40) + `"}]`
+	for name, raw := range map[string]string{
+		"user":   surfaceEvent("user/message", strings.Replace(userData, "[]", text, 1)),
+		"result": surfaceEvent("tool/result", toolData("c", text)),
+	} {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			line, v := mustParse(b, raw, at(7)).Line, events.DefaultVocabulary()
+			var e events.Event
+			for b.Loop() {
+				if err := events.ParseCanonical(&e, line, events.Format3, v); err != nil {
+					b.Fatal(err)
+				}
+				if err := e.Check(events.Format3); err != nil {
+					b.Fatal(err)
+				}
+				if e.Message() == nil {
+					b.Fatal("no message")
+				}
+				if name == "result" {
+					e.Fingerprint(events.Format3)
+				}
+			}
+		})
+	}
+}

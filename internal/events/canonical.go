@@ -64,10 +64,11 @@ func (e *Event) Check(f Format) error {
 	if e.checked {
 		return nil
 	}
-	if !utf8.Valid(e.Line[:e.data]) { // an opaque event's metadata
+	if e.Kind == KindOpaque && !utf8.Valid(e.Line[:e.data]) { // its metadata; that of others is ASCII
 		return notCanonical(e.Line, e.Seq)
 	}
-	spaces, err := scanText(e.Data(), MaxDepth, nil)
+	var members memberList
+	spaces, err := scanText(e.Data(), MaxDepth, &members)
 	if err != nil {
 		return Violation(RuleJSONMalformed, e.Seq, "data: "+err.Error())
 	}
@@ -76,7 +77,7 @@ func (e *Event) Check(f Format) error {
 	}
 	if e.Kind.OnSurface() {
 		// What was imported with an empty callId stays readable.
-		if v := e.checkMessage(f, true); v != nil {
+		if v := e.checkMessage(f, true, unescapeKeys(members.all())); v != nil {
 			return v
 		}
 	}

@@ -59,10 +59,12 @@ func (d Digest) String() string {
 // ParseDigest reads the hex form.
 func ParseDigest(s string) (Digest, error) {
 	var d Digest
-	b, err := hex.DecodeString(s)
-	if err != nil || len(b) != len(d) {
-		return d, fmt.Errorf("digest %q: expected %d hex digits", s, 2*len(d))
+	if len(s) == 2*len(d) {
+		var text [2 * len(d)]byte
+		copy(text[:], s)
+		if _, err := hex.Decode(d[:], text[:]); err == nil {
+			return d, nil
+		}
 	}
-	copy(d[:], b)
-	return d, nil
+	return Digest{}, fmt.Errorf("digest %q: expected %d hex digits", s, 2*len(d))
 }

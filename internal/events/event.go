@@ -54,9 +54,18 @@ type Event struct {
 	Line    []byte
 	data    int  // offset of data in Line
 	checked bool // passed Parse or Check
+	found   found
 
 	// TimeGiven says that the appender's caller, not the appender, chose the time.
 	TimeGiven bool
+}
+
+// found is where the parts of a surface event that was checked stand in its data: what was
+// looked up for the check needs not be looked up again.
+type found struct {
+	msg, msgEnd int32 // the message; msgEnd is 0 when it was not checked
+	free        int32 // what a rewrite of a tool result may change; 0 when there is none
+	empty       bool  // the message's content is an empty array
 }
 
 // Data returns the event's data, token for token as it was given. It is a part of Line.
@@ -85,13 +94,12 @@ func Parse(raw []byte, c Context) (*Event, error) {
 	fail := func(r Rule, format string, args ...any) error {
 		return Violation(r, c.Next, fmt.Sprintf(format, args...))
 	}
-	var store [8]member
-	members := store[:0]
+	var members memberList
 	spaces, err := scanText(raw, MaxDepth+1, &members)
 	if err != nil {
 		return nil, fail(RuleJSONMalformed, "%v; an event is one JSON object in UTF-8", err)
 	}
-	env, envErr := readEnvelope(raw, members)
+	env, envErr := readEnvelope(raw, members.all())
 	// A given seq is looked at first, so that a writer that is behind hears of that and
 	// not of what it wrote.
 	if env.seq != nil {
@@ -122,7 +130,8 @@ func Parse(raw []byte, c Context) (*Event, error) {
 	}
 	e.buildLine(env, spaces, c.Room[len(c.Room):])
 	if e.Kind.OnSurface() {
-		if v := e.checkMessage(c.Format, c.EmptyCallID); v != nil {
+		var store [12]member
+		if v := e.checkMessage(c.Format, c.EmptyCallID, appendMembers(store[:0], e.Data())); v != nil {
 			return nil, v
 		}
 	}

@@ -88,8 +88,35 @@ func (s *scanner) value(depth int) error {
 // member is one key and value of an object as they stand in the text, the key without its quotes.
 type member struct{ key, val []byte }
 
+// memberList takes the members of an object. What a pointer to a slice leads to would have to
+// be on the heap; a list with room of its own can be on the stack.
+type memberList struct {
+	few  [8]member
+	n    int // in few
+	more []member
+}
+
+func (l *memberList) add(m member) {
+	if l.more == nil && l.n < len(l.few) {
+		l.few[l.n] = m
+		l.n++
+		return
+	}
+	if l.more == nil {
+		l.more = append(make([]member, 0, 4*len(l.few)), l.few[:]...)
+	}
+	l.more = append(l.more, m)
+}
+
+func (l *memberList) all() []member {
+	if l.more != nil {
+		return l.more
+	}
+	return l.few[:l.n]
+}
+
 // object validates an object; each member goes to rec when there is one.
-func (s *scanner) object(depth int, rec *[]member) error {
+func (s *scanner) object(depth int, rec *memberList) error {
 	if depth >= s.maxDepth {
 		return s.fail("nested deeper than %d levels", MaxDepth)
 	}
@@ -119,7 +146,7 @@ func (s *scanner) object(depth int, rec *[]member) error {
 			return err
 		}
 		if rec != nil {
-			*rec = append(*rec, member{key, s.b[vs:s.i]})
+			rec.add(member{key, s.b[vs:s.i]})
 		}
 		s.space()
 		if s.i >= len(s.b) {
@@ -288,7 +315,7 @@ func (s *scanner) word(w string) error {
 
 // scanText validates b as one JSON text of at most depth levels and reports whether it holds
 // insignificant white space. The members of an object go to rec, when there is one.
-func scanText(b []byte, depth int, rec *[]member) (spaces bool, err error) {
+func scanText(b []byte, depth int, rec *memberList) (spaces bool, err error) {
 	s := scanner{b: b, maxDepth: depth}
 	s.space()
 	if rec != nil && s.i < len(b) && b[s.i] == '{' {
@@ -463,6 +490,16 @@ func appendMembers(ms []member, b []byte) []member {
 		ms = append(ms, member{k, v})
 		return true
 	})
+	return ms
+}
+
+// unescapeKeys makes the keys of members say what they mean.
+func unescapeKeys(ms []member) []member {
+	for i := range ms {
+		if bytes.IndexByte(ms[i].key, '\\') >= 0 {
+			ms[i].key = unescape(nil, ms[i].key)
+		}
+	}
 	return ms
 }
 

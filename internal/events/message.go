@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 )
 
 // emptyContent is the content of a message that derives nothing.
@@ -16,6 +17,9 @@ const emptyContent = "[]"
 // messageOf returns the token of the message that a surface event carries: data itself for
 // user/message, data.message for the others, nil when there is none.
 func (e *Event) messageOf() []byte {
+	if f := &e.found; f.msgEnd > 0 {
+		return e.Data()[f.msg:f.msgEnd]
+	}
 	if e.Kind == KindUser {
 		return e.Data()
 	}
@@ -31,17 +35,18 @@ func (e *Event) Message() []byte {
 		return e.messageOf()
 	case KindSystem, KindDeveloper, KindAssistant:
 		m := e.messageOf()
-		if string(get(m, "content")) == emptyContent {
-			return nil
+		if e.found.msgEnd > 0 && !e.found.empty || e.found.msgEnd == 0 && string(get(m, "content")) != emptyContent {
+			return m
 		}
-		return m
+		return nil
 	}
 	return nil
 }
 
 // checkMessage checks the shape that DESIGN gives messages: rules message-malformed and
-// tool-error-contradiction. Data must be valid, compact JSON.
-func (e *Event) checkMessage(f Format, emptyCallID bool) *Error {
+// tool-error-contradiction. Data must be valid, compact JSON, and ofData its members. It notes
+// where the message's parts are.
+func (e *Event) checkMessage(f Format, emptyCallID bool, ofData []member) *Error {
 	fail := func(format string, args ...any) *Error {
 		return Violation(RuleMessageMalformed, e.Seq, e.Type+": "+fmt.Sprintf(format, args...))
 	}
@@ -49,8 +54,7 @@ func (e *Event) checkMessage(f Format, emptyCallID bool) *Error {
 	if data[0] != '{' {
 		return fail("data: expected an object, found %s", kindOf(data))
 	}
-	var dataStore, msgStore [12]member
-	ofData := appendMembers(dataStore[:0], data)
+	var msgStore [12]member
 	if k := givenTwice(ofData); k != "" {
 		return fail("data: key %q is given twice", k)
 	}
@@ -101,8 +105,14 @@ func (e *Event) checkMessage(f Format, emptyCallID bool) *Error {
 		if !textIs(kind, "tool") {
 			return fail(`%s.source.kind: expected "tool", found %s`, at, clip(kind))
 		}
-		return e.checkToolResult(f, msg, ofMsg, named(ofSource, "callId"), named(ofData, "error"), emptyCallID)
+		free, err := e.checkToolResult(f, role, ofMsg, named(ofSource, "callId"), named(ofData, "error"), emptyCallID)
+		if err != nil {
+			return err
+		}
+		e.found.free = int32(cap(data) - cap(free)) // a part of data
 	}
+	e.found.msg = int32(cap(data) - cap(msg)) // likewise
+	e.found.msgEnd, e.found.empty = e.found.msg+int32(len(msg)), string(content) == emptyContent
 	return nil
 }
 
@@ -118,18 +128,20 @@ func orNothing(tok []byte) string {
 	return clip(tok)
 }
 
-func (e *Event) checkToolResult(f Format, msg []byte, ofMsg []member, callTok, errTok []byte, emptyCallID bool) *Error {
-	fail := func(format string, args ...any) *Error {
-		return Violation(RuleMessageMalformed, e.Seq, e.Type+": data.message"+fmt.Sprintf(format, args...))
+// checkToolResult returns the content that a rewrite may change.
+func (e *Event) checkToolResult(f Format, role []byte, ofMsg []member, callTok, errTok []byte, emptyCallID bool) ([]byte, *Error) {
+	fail := func(format string, args ...any) ([]byte, *Error) {
+		return nil, Violation(RuleMessageMalformed, e.Seq, e.Type+": data.message"+fmt.Sprintf(format, args...))
 	}
 	callID, ok := text(callTok)
 	if !ok || callID == "" && !emptyCallID {
 		return fail(".source.callId: expected a non-empty string, found %s", orNothing(callTok))
 	}
 	at, ofHolder := "", ofMsg
-	if !flatToolResult(f, msg) {
-		n, block := 0, msg
-		eachElement(named(ofMsg, "content"), func(v []byte) bool { n++; block = v; return n < 2 })
+	free := named(ofMsg, "content")
+	if f < Format4 || !textIs(role, "tool") { // see flatToolResult
+		n, block := 0, []byte(nil)
+		eachElement(free, func(v []byte) bool { n++; block = v; return n < 2 })
 		var store [12]member
 		ofHolder = appendMembers(store[:0], block)
 		if typ := named(ofHolder, "type"); n != 1 || !textIs(typ, "tool-result") {
@@ -139,8 +151,8 @@ func (e *Event) checkToolResult(f Format, msg []byte, ofMsg []member, callTok, e
 		if k := givenTwice(ofHolder); k != "" {
 			return fail("%s: key %q is given twice", at, k)
 		}
-		if c := named(ofHolder, "content"); len(c) == 0 || c[0] != '[' {
-			return fail("%s.content: expected an array, found %s", at, kindOf(c))
+		if free = named(ofHolder, "content"); len(free) == 0 || free[0] != '[' {
+			return fail("%s.content: expected an array, found %s", at, kindOf(free))
 		}
 	}
 	if tok := named(ofHolder, "toolCallId"); !textIs(tok, callID) {
@@ -151,9 +163,9 @@ func (e *Event) checkToolResult(f Format, msg []byte, ofMsg []member, callTok, e
 		return fail("%s.isError: expected a boolean, found %s", at, clip(isError))
 	}
 	if errTok != nil && string(errTok) != "null" && string(isError) != "true" {
-		return Violation(RuleToolErrorContradiction, e.Seq, fmt.Sprintf("data.error is set, so data.message%s.isError must be true, found %s", at, orNothing(isError)))
+		return nil, Violation(RuleToolErrorContradiction, e.Seq, fmt.Sprintf("data.error is set, so data.message%s.isError must be true, found %s", at, orNothing(isError)))
 	}
-	return nil
+	return free, nil
 }
 
 // flatToolResult reports whether a tool result carries toolCallId and isError on the message
@@ -167,11 +179,14 @@ func flatToolResult(f Format, msg []byte) bool {
 // without the content that a rewrite may change. It is `fp` in a page. The event must have
 // passed Parse or Check.
 func (e *Event) Fingerprint(f Format) string {
-	w := fingerprinter{b: e.Data(), skip: -1}
-	if skip := rewritable(f, get(w.b, "message")); skip != nil {
+	w := fingerprinters.Get().(*fingerprinter)
+	defer w.release()
+	w.b, w.i, w.skip = e.Data(), 0, -1
+	if e.found.free > 0 {
+		w.skip = int(e.found.free)
+	} else if skip := rewritable(f, e.messageOf()); skip != nil {
 		w.skip = cap(w.b) - cap(skip) // skip is a part of data
 	}
-	w.out = make([]byte, 0, 512)
 	w.value()
 	sum := sha256.Sum256(w.out)
 	return hex.EncodeToString(sum[:])
@@ -213,6 +228,18 @@ type fingerprinter struct {
 	out     []byte
 	members []memberSpan // of the objects that are open
 	scratch []byte
+}
+
+// fingerprinters are used again for what they have grown to.
+var fingerprinters = sync.Pool{New: func() any { return &fingerprinter{out: make([]byte, 0, 1024)} }}
+
+// release gives the fingerprinter back, unless it has grown large.
+func (w *fingerprinter) release() {
+	const large = 64 << 10
+	w.b, w.out, w.members = nil, w.out[:0], w.members[:0]
+	if cap(w.out) <= large && cap(w.scratch) <= large && cap(w.members) <= large/32 {
+		fingerprinters.Put(w)
+	}
 }
 
 // memberSpan is where a member stands in out: its key from key to val, all of it from start to end.

@@ -60,6 +60,7 @@ type partition struct {
 	checkpointRev uint64
 	nextCheck     time.Time
 	nextRegain    time.Time
+	nextFlush     time.Time // when to look again for sessions that must be flushed
 
 	read          atomic.Uint64 // stream sequence of the last message that was dealt with
 	arrived       atomic.Uint64 // messages that the consumer handed over
@@ -243,6 +244,7 @@ func (p *partition) run(ctx context.Context) {
 			}
 		case r := <-p.written:
 			p.settle(r)
+			p.nextFlush = time.Time{} // a writer is free
 		case r := <-p.retries:
 			r.done <- p.retry(ctx, r.session)
 		case err := <-failures:
@@ -269,10 +271,14 @@ func (p *partition) run(ctx context.Context) {
 		if follower == nil && ctx.Err() == nil {
 			follower = p.follow(ctx, in, failures)
 		}
-		p.regain(ctx, time.Now())
-		p.flushDue(ctx, time.Now(), false)
-		p.checkpointDue(ctx, time.Now())
-		p.sweep(ctx, time.Now())
+		now := time.Now()
+		p.regain(ctx, now)
+		if now = time.Now(); !now.Before(p.nextFlush) { // looking takes longer than folding a commit
+			p.nextFlush = now.Add(tick / 2)
+			p.flushDue(ctx, now, false)
+		}
+		p.checkpointDue(ctx, now)
+		p.sweep(ctx, now)
 	}
 }
 

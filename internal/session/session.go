@@ -138,6 +138,9 @@ func (s *State) FoldCommit(c *events.Commit, v *events.Vocabulary, f func(*Plan)
 	return s.FoldCommitIf(c, v, nil, f)
 }
 
+// together is how many events of a commit are made at a time.
+const together = 64
+
 // FoldCommitIf is FoldCommit with a say for ready, when given: it sees each plan before it is
 // applied, and an error of its ends the fold there.
 func (s *State) FoldCommitIf(c *events.Commit, v *events.Vocabulary, ready func(*Plan) error, f func(*Plan)) (err error) {
@@ -156,9 +159,14 @@ func (s *State) FoldCommitIf(c *events.Commit, v *events.Vocabulary, ready func(
 	}()
 	line, rest := []byte(nil), c.Body
 	want := c.First
+	var fresh []events.Event // in one piece: what is kept of them keeps the body as well
 	for len(rest) > 0 {
 		line, rest = events.CutLine(rest)
-		e := new(events.Event)
+		if len(fresh) == 0 {
+			fresh = make([]events.Event, max(1, min(c.Last-want+1, together)))
+		}
+		e := &fresh[0]
+		fresh = fresh[1:]
 		if err := events.ParseCanonical(e, line, s.Format, v); err != nil {
 			return err
 		}

@@ -213,7 +213,8 @@ func (s *Snapshot) values() (*Flush, error) {
 	if f.Pages, err = s.unwrittenPages(); err != nil {
 		return nil, err
 	}
-	head, err := s.appendHead(nil)
+	// Room for the tail and a few kilobytes of all else, so that it need not be copied as it grows.
+	head, err := s.appendHead(make([]byte, 0, int(s.tailSize)+128*(s.Surface.Len()-s.tailAt)+2048))
 	if err != nil {
 		return nil, err
 	}
