@@ -153,7 +153,7 @@ func (l *recorded) check(ctx context.Context, s *snapshot.Store) error {
 // emptyBuckets makes the projection's buckets anew.
 func (r *rig) emptyBuckets(ctx context.Context, l *recorded) (*projection.Buckets, error) {
 	js := l.journal.JetStream()
-	for _, name := range []string{snapshot.Bucket, projection.CheckpointsBucket, projection.QuarantineBucket} {
+	for _, name := range []string{snapshot.GenerationsBucket, snapshot.Bucket, projection.CheckpointsBucket, projection.QuarantineBucket} {
 		if err := js.DeleteKeyValue(ctx, name); err != nil && !errors.Is(err, jetstream.ErrBucketNotFound) {
 			return nil, err
 		}
