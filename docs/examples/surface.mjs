@@ -1,7 +1,8 @@
 import { connect } from "@nats-io/transport-node";
 import { Kvm } from "@nats-io/kv";
 const [token, url = "nats://127.0.0.1:4222"] = process.argv.slice(2);
-const nc = await connect({ servers: url }), kv = await new Kvm(nc).open("SURFACES");
+const nc = await connect({ servers: url }), kvm = new Kvm(nc);
+const serves = (await (await kvm.open("GENERATIONS")).get("surfaces")).json().current.bucket, kv = await kvm.open(serves);
 const get = async key => (await kv.get(key))?.json() ?? Promise.reject(new Error(key + " is not there; read the head again"));
 const head = await get(token), entries = [], nodes = [];
 for (const n of head.index) entries.push(...(await get(`${token}.i${n}`)).pages);

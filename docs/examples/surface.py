@@ -1,7 +1,8 @@
 import asyncio, json, sys, nats
 async def main(token, url="nats://127.0.0.1:4222"):
     nc = await nats.connect(url)
-    kv = await nc.jetstream().key_value("SURFACES")
+    serves = json.loads((await (await nc.jetstream().key_value("GENERATIONS")).get("surfaces")).value)["current"]["bucket"]
+    kv = await nc.jetstream().key_value(serves)
     async def get(key): return json.loads((await kv.get(key)).value)  # no such key: read the head again
     head = await get(token)
     entries = [e for n in head["index"] for e in (await get(f"{token}.i{n}"))["pages"]] + head["pages"]

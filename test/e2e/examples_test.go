@@ -99,6 +99,12 @@ func TestSurfaceIsReadWithTheNodeClient(t *testing.T) {
 	s := startStack(t, "off")
 	session, want := exampleSession(t, s)
 	printsMessages(t, exec.CommandContext(t.Context(), "node", script, session, s.nats), want)
+	for _, args := range [][]string{{"rebuild"}, {"rebuild", "--drop-previous"}} { // SURFACES is gone then
+		if r := harness.Run(t, "projector", append(args, "--nats", s.nats)...); r.Code != 0 {
+			t.Fatalf("%v: exit code %d\n%s", args, r.Code, r.Output())
+		}
+	}
+	printsMessages(t, exec.CommandContext(t.Context(), "node", script, session, s.nats), want)
 }
 
 func TestSurfaceIsReadWithThePythonClient(t *testing.T) {
