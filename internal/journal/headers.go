@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
 
@@ -18,7 +19,22 @@ const HeadersBucket = "HEADERS"
 
 // OpenBucket binds to a KV bucket, creating it with the given settings when it is not there.
 // It never changes the settings of one that is: those may have been made on purpose.
-func OpenBucket(ctx context.Context, js jetstream.JetStream, c jetstream.KeyValueConfig) (jetstream.KeyValue, error) {
+func OpenBucket(ctx context.Context, js jetstream.JetStream, c jetstream.KeyValueConfig) (kv jetstream.KeyValue, err error) {
+	for {
+		// A request that was lost with its connection is never answered: do not wait for all of ctx.
+		one, cancel := context.WithTimeout(ctx, openTimeout)
+		kv, err = openBucket(one, js, c)
+		cancel()
+		if err == nil || ctx.Err() != nil || !errors.Is(err, context.DeadlineExceeded) {
+			return kv, err
+		}
+	}
+}
+
+// openTimeout bounds one try to bind to a bucket.
+const openTimeout = 5 * time.Second
+
+func openBucket(ctx context.Context, js jetstream.JetStream, c jetstream.KeyValueConfig) (jetstream.KeyValue, error) {
 	kv, err := js.KeyValue(ctx, c.Bucket)
 	if errors.Is(err, jetstream.ErrBucketNotFound) {
 		kv, err = js.CreateKeyValue(ctx, c)

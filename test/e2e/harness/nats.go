@@ -3,6 +3,7 @@ package harness
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"hash/fnv"
 	"net/url"
@@ -139,8 +140,21 @@ func (l *Log) Delete(ctx context.Context, streamSeq uint64) error {
 	return stream.DeleteMsg(ctx, streamSeq)
 }
 
+// valueTries is how often a bucket is asked that does not answer: it may have no leader for a moment.
+const valueTries = 8
+
 // Value reads a key of a bucket.
-func (l *Log) Value(ctx context.Context, bucket, key string) ([]byte, error) {
+func (l *Log) Value(ctx context.Context, bucket, key string) (value []byte, err error) {
+	for range valueTries {
+		value, err = l.value(ctx, bucket, key)
+		if ctx.Err() != nil || !errors.Is(err, context.DeadlineExceeded) {
+			break
+		}
+	}
+	return value, err
+}
+
+func (l *Log) value(ctx context.Context, bucket, key string) ([]byte, error) {
 	kv, err := l.js.KeyValue(ctx, bucket)
 	if err != nil {
 		return nil, fmt.Errorf("bucket %s: %w", bucket, err)
