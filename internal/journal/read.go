@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -325,21 +327,8 @@ func (j *Journal) Reconnects() uint64 {
 
 // SessionsOf returns the ids of the sessions of a partition that have a log, unordered.
 func (j *Journal) SessionsOf(ctx context.Context, partition int) ([]string, error) {
-	s, err := j.js.Stream(ctx, j.cfg.Stream)
-	if err != nil {
-		return nil, j.unavailable(err)
-	}
-	info, err := s.Info(ctx, jetstream.WithSubjectFilter(fmt.Sprintf("%s.%d.*", j.cfg.Prefix, partition)))
-	if err != nil {
-		return nil, j.unavailable(err)
-	}
-	var out []string
-	for subject := range info.State.Subjects {
-		if id, err := j.SessionOfSubject(subject); err == nil {
-			out = append(out, id)
-		}
-	}
-	return out, nil
+	commits, _, err := j.subjects(ctx, fmt.Sprintf("%s.%d.*", j.cfg.Prefix, partition))
+	return slices.Collect(maps.Keys(commits)), err
 }
 
 // Info returns the stream's state.
@@ -354,11 +343,16 @@ func (j *Journal) Info(ctx context.Context) (*jetstream.StreamInfo, error) {
 // Subjects returns how many commits each session has, by session id. Subjects that are no
 // session's come back in stray.
 func (j *Journal) Subjects(ctx context.Context) (commits map[string]uint64, stray []string, err error) {
+	return j.subjects(ctx, j.cfg.Prefix+".>")
+}
+
+// subjects is Subjects of those that match a filter.
+func (j *Journal) subjects(ctx context.Context, filter string) (commits map[string]uint64, stray []string, err error) {
 	s, err := j.js.Stream(ctx, j.cfg.Stream)
 	if err != nil {
 		return nil, nil, j.unavailable(err)
 	}
-	info, err := s.Info(ctx, jetstream.WithSubjectFilter(j.cfg.Prefix+".>"))
+	info, err := s.Info(ctx, jetstream.WithSubjectFilter(filter))
 	if err != nil {
 		return nil, nil, j.unavailable(err)
 	}
