@@ -22,6 +22,18 @@ func TestTwoAppendersOnOneSession(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	ps := []*process{w.start(t, appender.Config{}), w.start(t, appender.Config{CacheBytes: 1})}
+	// Each holds its first commit until the other has one as well: they meet at least once.
+	var ready sync.WaitGroup
+	ready.Add(len(ps))
+	for _, p := range ps {
+		p.log.Faults.BeforePublish = func() func(*events.Commit) error {
+			var once sync.Once
+			return func(*events.Commit) error {
+				once.Do(func() { ready.Done(); ready.Wait() })
+				return nil
+			}
+		}()
+	}
 	const writers, each = 4, 40 // for each appender
 	var mu sync.Mutex
 	acknowledged := map[events.Seq]string{}
