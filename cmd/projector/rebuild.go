@@ -17,13 +17,14 @@ import (
 
 type rebuildCmd struct {
 	storeFlags
-	Back         bool          `help:"Bring the generation that served before up to date and switch back to it." xor:"what"`
-	DropPrevious bool          `help:"Delete the generation that served before; there is no way back to it then." xor:"what"`
-	List         bool          `help:"Show which generations there are, and do nothing." xor:"what"`
-	Writes       int           `help:"Snapshots that are written at the same time." default:"12"`
-	CacheBytes   int           `help:"Memory for sessions that are kept between events, in bytes." default:"536870912"`
-	Follow       time.Duration `help:"How long to go on folding after the switch until all workers have followed it." default:"1m"`
-	JSON         bool          `name:"json" help:"Print the report as JSON."`
+	Back           bool          `help:"Bring the generation that served before up to date and switch back to it." xor:"what"`
+	DropPrevious   bool          `help:"Delete the generation that served before; there is no way back to it then." xor:"what"`
+	List           bool          `help:"Show which generations there are, and do nothing." xor:"what"`
+	Writes         int           `help:"Snapshots that are written at the same time." default:"12"`
+	CacheBytes     int           `help:"Memory for sessions that are kept between events, in bytes." default:"536870912"`
+	UnflushedBytes int           `help:"Memory for what was read and is in no head yet, in bytes: reading waits for writes when there is more." default:"134217728"`
+	Follow         time.Duration `help:"How long to go on folding after the switch until all workers have followed it." default:"1m"`
+	JSON           bool          `name:"json" help:"Print the report as JSON."`
 }
 
 func (c *rebuildCmd) Help() string {
@@ -32,7 +33,7 @@ func (c *rebuildCmd) Help() string {
 }
 
 func (c *rebuildCmd) Run(ctx context.Context) error {
-	for name, n := range map[string]int64{"writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes), "follow": int64(c.Follow)} {
+	for name, n := range map[string]int64{"writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes), "unflushed-bytes": int64(c.UnflushedBytes), "follow": int64(c.Follow)} {
 		if n < 1 {
 			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %d", name, n)}
 		}
@@ -50,7 +51,7 @@ func (c *rebuildCmd) Run(ctx context.Context) error {
 
 func (c *rebuildCmd) rebuild(ctx context.Context, s *store) error {
 	o := projection.RebuildOptions{
-		Back: c.Back, Follow: c.Follow, Worker: projection.Config{Writes: c.Writes, CacheBytes: c.CacheBytes},
+		Back: c.Back, Follow: c.Follow, Worker: projection.Config{Writes: c.Writes, CacheBytes: c.CacheBytes, UnflushedBytes: c.UnflushedBytes},
 	}
 	if term.IsTerminal(int(os.Stderr.Fd())) {
 		bar := progressbar.NewOptions64(-1, progressbar.OptionSetWriter(os.Stderr), progressbar.OptionSetDescription("folding"),

@@ -26,6 +26,7 @@ type serveCmd struct {
 	FlushEvents     int           `help:"Folded events of one session after which it is flushed at once." default:"256"`
 	Writes          int           `help:"Snapshots that are written at the same time." default:"12"`
 	CacheBytes      int           `help:"Memory for sessions that are kept between events, in bytes." default:"536870912"`
+	UnflushedBytes  int           `help:"Memory for what was read and is in no head yet, in bytes: reading waits for writes when there is more." default:"134217728"`
 	PageCache       int           `help:"Memory for pages and heads that were read for requests, in bytes; 0 for none." name:"page-cache-bytes" default:"134217728"`
 	HeaderCache     int           `help:"Memory for session headers, in bytes; 0 for none." name:"header-cache-bytes" default:"16777216"`
 	Freeze          bool          `help:"Check events held in memory against what was read before they are served."`
@@ -36,7 +37,7 @@ type serveCmd struct {
 
 func (c *serveCmd) Run(ctx context.Context) error {
 	for name, n := range map[string]int64{
-		"flush-after": int64(c.FlushAfter), "flush-behind": int64(c.FlushBehind), "flush-events": int64(c.FlushEvents), "writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes),
+		"flush-after": int64(c.FlushAfter), "flush-behind": int64(c.FlushBehind), "flush-events": int64(c.FlushEvents), "writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes), "unflushed-bytes": int64(c.UnflushedBytes),
 		"access-max-age": int64(c.AccessMaxAge), "service-parallel": int64(c.ServiceParallel), "feed-every": int64(c.FeedEvery), "feed-behind": int64(c.FeedBehind),
 		"partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
 	} {
@@ -73,7 +74,7 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	}
 	heads := projection.NewHeads()
 	worker := projection.NewWorker(s.journal, s.buckets, heads, projection.Config{
-		ID: c.ID, Lease: c.Lease, FlushAfter: c.FlushAfter, FlushBehind: max(c.FlushBehind, c.FlushAfter), FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, Replicas: c.Replicas, Freeze: c.Freeze, Telemetry: served.Telemetry,
+		ID: c.ID, Lease: c.Lease, FlushAfter: c.FlushAfter, FlushBehind: max(c.FlushBehind, c.FlushAfter), FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, UnflushedBytes: c.UnflushedBytes, Replicas: c.Replicas, Freeze: c.Freeze, Telemetry: served.Telemetry,
 	})
 	reader := projection.NewReader(s.journal, s.headers, s.buckets, heads)
 	s.buckets.Snapshots.CachePages(c.PageCache)

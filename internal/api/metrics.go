@@ -94,6 +94,8 @@ func projectorMetrics(w *projection.Worker, r *projection.Reader, reg *prometheu
 		"sessions_quarantined":     func() float64 { return w.Gauges().Quarantined },
 		"oldest_unflushed_seconds": w.OldestUnflushed,
 		"sessions_in_memory":       func() float64 { return float64(w.SessionsInMemory()) },
+		"cached_bytes":             func() float64 { return float64(w.CachedBytes()) },
+		"unflushed_bytes":          func() float64 { return float64(w.UnflushedBytes()) },
 		"quarantined_sessions":     counted(func(quarantined, _ int) int { return quarantined }),
 		"skipped_sessions":         counted(func(_, skipped int) int { return skipped }),
 	})

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"sync/atomic"
 	"time"
+	"unsafe"
 
 	"github.com/nats-io/nats.go/jetstream"
 
@@ -21,10 +22,10 @@ import (
 const (
 	tick       = 10 * time.Millisecond
 	retryPause = 200 * time.Millisecond
+	// patience is how much longer than its time a flush waits for a writer while folding goes on.
+	patience = time.Second
 	// deliveries is how many messages wait between the consumer and the fold.
 	deliveries = 16
-	// maxUnflushed is how many bytes of commits a partition holds that no flush took.
-	maxUnflushed = 8 << 20
 )
 
 // partition is one partition at work. Everything but the atomics belongs to the goroutine in run.
@@ -35,11 +36,13 @@ type partition struct {
 	stream jetstream.Stream
 
 	sessions    map[string]*entry
-	recent      list.List // of *entry, most recently used first
-	bytes       int       // estimated, of all snapshots
-	unflushed   int       // bytes of commits that no flush took
-	pending     uint64    // messages that were still to be read when the last one came
-	dirty       map[*entry]bool
+	recent      list.List       // of *entry: those that are not dirty, most recently used first
+	bytes       int             // estimated, of all entries, without what no flush took
+	unflushed   int             // estimated, of commits that no flush took
+	pending     uint64          // messages that were still to be read when the last one came
+	dirty       map[*entry]bool // those with something that is in no head yet
+	due         list.List       // of *entry: those of dirty that wait for a flush, by since
+	writing     map[*entry]bool // those of dirty that are being written
 	lost        map[string]lost
 	quarantined map[string]bool
 	written     chan result
@@ -78,20 +81,21 @@ type entry struct {
 	session string
 	snap    *snapshot.Snapshot // nil: nothing was folded yet, and there is no head to start from
 	rev     uint64             // revision of its head in the bucket; 0 when it has none
-	place   *list.Element
+	place   *list.Element      // in recent; nil when it is not there
+	waits   *list.Element      // in due; nil when it is not there
 	size    int
 
 	since   time.Time // when the oldest event that no flush took was read; zero when clean
 	first   uint64    // stream sequence of the first commit that no flush took
 	pending int       // events that no flush took
-	bytes   int       // of their commits' bodies
+	bytes   int       // estimated, of their commits
 	traces  telemetry.Commits
 
 	// mending says that the log is folded anew over a damaged snapshot: to its end before
 	// anything is written, so that no head goes back, and then pages are written over.
 	mending bool
 
-	writing      bool
+	writing      bool // a write is under way, or its result has not been seen
 	writingSince time.Time
 	writingFirst uint64
 
@@ -170,7 +174,7 @@ func newPartition(w *Worker, b *Buckets, n int, stream jetstream.Stream, quarant
 	}
 	return &partition{
 		holds: func() bool { return true },
-		w:     w, b: b, n: n, stream: stream, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, lost: map[string]lost{}, quarantined: quarantined,
+		w:     w, b: b, n: n, stream: stream, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, writing: map[*entry]bool{}, lost: map[string]lost{}, quarantined: quarantined,
 		written: make(chan result, w.cfg.Writes), retries: make(chan retry), done: make(chan struct{}),
 	}
 }
@@ -217,6 +221,12 @@ func (p *partition) readCheckpoint(ctx context.Context, end uint64) error {
 // run works the partition until ctx ends, and then drains it, unless its lease was lost.
 func (p *partition) run(ctx context.Context) {
 	defer close(p.done)
+	p.w.working.Add(1)
+	defer func() {
+		p.keeps(-p.bytes)
+		p.owes(-p.unflushed)
+		p.w.working.Add(-1)
+	}()
 	in := make(chan journal.Delivery, deliveries)
 	failures := make(chan error, 1)
 	var follower *journal.Follower
@@ -234,13 +244,8 @@ func (p *partition) run(ctx context.Context) {
 		select {
 		case d := <-in:
 			p.deliver(ctx, d)
-			for more := true; more; { // take what is there before looking at the clock
-				select {
-				case d := <-in:
-					p.deliver(ctx, d)
-				default:
-					more = false
-				}
+			for range len(in) { // take what is there before looking at the clock
+				p.deliver(ctx, <-in)
 			}
 		case r := <-p.written:
 			p.settle(r)
@@ -273,6 +278,7 @@ func (p *partition) run(ctx context.Context) {
 		}
 		now := time.Now()
 		p.regain(ctx, now)
+		p.evict()                                       // other partitions may have joined
 		if now = time.Now(); !now.Before(p.nextFlush) { // looking takes longer than folding a commit
 			p.nextFlush = now.Add(tick / 2)
 			p.flushDue(ctx, now, false)
@@ -419,7 +425,9 @@ func (p *partition) judge(ctx context.Context, e *entry, streamSeq uint64, err e
 func (p *partition) entry(ctx context.Context, session string) (*entry, error) {
 	e := p.sessions[session]
 	if e != nil {
-		p.recent.MoveToFront(e.place)
+		if e.place != nil {
+			p.recent.MoveToFront(e.place)
+		}
 		return e, nil
 	}
 	e = &entry{session: session, told: events.NoSeq}
@@ -438,6 +446,7 @@ func (p *partition) entry(ctx context.Context, session string) (*entry, error) {
 	}
 	p.sessions[session] = e
 	e.place = p.recent.PushFront(e)
+	p.account(e)
 	return e, nil
 }
 
@@ -558,11 +567,15 @@ func (p *partition) foldOne(ctx context.Context, e *entry, c *events.Commit) err
 	if e.since.IsZero() {
 		e.since, e.first = time.Now(), c.StreamSeq
 		p.dirty[e] = true
+		p.unplace(e)
+		p.wait(e)
 		p.oldest.CompareAndSwap(0, e.since.UnixMilli())
 	}
 	e.pending += int(e.snap.Next - next)
-	e.bytes += len(c.Body)
-	p.unflushed += len(c.Body)
+	size := commitMemory + len(c.Body) + int(e.snap.Next-next)*int(unsafe.Sizeof(events.Event{}))
+	e.bytes += size
+	p.owes(size)
+	p.account(e)
 	p.w.cfg.Telemetry.Note(&e.traces, c)
 	if e.mending {
 		return nil // a head at less than the log's end would go back
@@ -570,26 +583,45 @@ func (p *partition) foldOne(ctx context.Context, e *entry, c *events.Commit) err
 	if e.pending >= p.w.cfg.FlushEvents {
 		p.flush(ctx, e)
 	}
-	p.relieve(ctx)
+	p.relieve(ctx, e)
 	if p.sessions[e.session] != e {
 		return errDropped
 	}
 	return nil
 }
 
-// relieve holds the fold up while more waits to be written than may be in memory.
-func (p *partition) relieve(ctx context.Context) {
-	for p.unflushed > maxUnflushed && ctx.Err() == nil {
-		p.flushDue(ctx, time.Now(), true)
-		if p.unflushed <= maxUnflushed {
+// commitMemory is about what a commit takes in memory beside its body and its events.
+const commitMemory = 1 << 10
+
+// relieve holds the fold up while more is in memory than may be: what was not written yet, and
+// what is kept between events. The oldest of the former are written first. e is the entry that is
+// being folded.
+func (p *partition) relieve(ctx context.Context, e *entry) {
+	for ctx.Err() == nil {
+		p.evict()
+		if !p.overdue() && !p.over(e.size) {
 			return
 		}
-		select {
-		case r := <-p.written:
-			p.settle(r)
-		case <-time.After(tick): // others have all the writers
-		case <-ctx.Done():
+		if p.due.Len()+len(p.writing) == 0 { // what is left cannot be dropped
+			return
 		}
+		p.awaitWriter(ctx)
+	}
+}
+
+// awaitWriter flushes the entry that has waited longest, once it is this partition's turn to have a
+// writer, or takes note of the end of a write.
+func (p *partition) awaitWriter(ctx context.Context) {
+	var writer chan<- struct{}
+	if p.due.Len() > 0 {
+		writer = p.w.writes
+	}
+	select {
+	case writer <- struct{}{}:
+		p.flushWith(ctx, p.due.Front().Value.(*entry))
+	case r := <-p.written:
+		p.settle(r)
+	case <-ctx.Done():
 	}
 }
 
@@ -645,22 +677,58 @@ func known(ctx context.Context, j *journal.Journal, f func(*events.Vocabulary) e
 	return f(j.Vocabulary())
 }
 
-// flushDue flushes the sessions whose oldest event has waited long enough.
+// wait puts an entry that has something to be written among those that wait for it.
+func (p *partition) wait(e *entry) {
+	at := p.due.Back()
+	for at != nil && at.Value.(*entry).since.After(e.since) {
+		at = at.Prev()
+	}
+	switch {
+	case e.writing || e.waits != nil: // comes in once it is written
+	case at == nil:
+		e.waits = p.due.PushFront(e)
+	default:
+		e.waits = p.due.InsertAfter(e, at)
+	}
+}
+
+// unwait takes it out.
+func (p *partition) unwait(e *entry) {
+	if e.waits != nil {
+		p.due.Remove(e.waits)
+		e.waits = nil
+	}
+}
+
+// flushDue flushes the sessions whose oldest event has waited long enough, the oldest first, as
+// long as there are writers. When one has waited much longer for a writer than it should, nothing is
+// folded before it has one: other partitions would have them all for ever.
 func (p *partition) flushDue(ctx context.Context, now time.Time, all bool) {
+	for at := p.due.Front(); at != nil; at = p.due.Front() {
+		e := at.Value.(*entry)
+		age, due := now.Sub(e.since), p.flushAfter()
+		if !all && age < due {
+			break
+		}
+		if p.flush(ctx, e) {
+			continue
+		}
+		if all || age < due+patience || ctx.Err() != nil {
+			break
+		}
+		p.awaitWriter(ctx)
+	}
 	oldest := time.Time{}
 	note := func(t time.Time) {
 		if !t.IsZero() && (oldest.IsZero() || t.Before(oldest)) {
 			oldest = t
 		}
 	}
-	for e := range p.dirty {
-		if !e.writing && !e.since.IsZero() && (all || now.Sub(e.since) >= p.flushAfter()) {
-			p.flush(ctx, e)
-		}
-		note(e.since)
-		if e.writing {
-			note(e.writingSince)
-		}
+	if at := p.due.Front(); at != nil {
+		note(at.Value.(*entry).since)
+	}
+	for e := range p.writing {
+		note(e.writingSince)
 	}
 	for _, l := range p.lost {
 		note(l.since)
@@ -672,16 +740,24 @@ func (p *partition) flushDue(ctx context.Context, now time.Time, all bool) {
 	}
 }
 
-// flush hands the entry's snapshot to a writer, unless one has it already or all are busy.
-func (p *partition) flush(ctx context.Context, e *entry) {
-	if e.writing || e.snap == nil || e.since.IsZero() {
-		return
+// flush hands the entry's snapshot to a writer, unless one has it already. It reports false when
+// all writers are busy: what waits coalesces.
+func (p *partition) flush(ctx context.Context, e *entry) bool {
+	if e.waits == nil {
+		return true
 	}
 	select {
 	case p.w.writes <- struct{}{}:
+		p.flushWith(ctx, e)
+		return true
 	default:
-		return // as many as may be written at a time are; what waits coalesces
+		return false
 	}
+}
+
+// flushWith is flush for who has a writer, for an entry that waits.
+func (p *partition) flushWith(ctx context.Context, e *entry) {
+	p.unwait(e)
 	f, err := e.snap.Flush()
 	if err != nil {
 		<-p.w.writes
@@ -690,7 +766,8 @@ func (p *partition) flush(ctx context.Context, e *entry) {
 	}
 	f.Overwrite, e.mending = e.mending, false
 	e.writing, e.writingSince, e.writingFirst = true, e.since, e.first
-	p.unflushed -= e.bytes
+	p.writing[e] = true
+	p.owes(-e.bytes)
 	e.since, e.first, e.pending, e.bytes = time.Time{}, 0, 0, 0
 	p.account(e)
 	rev, news := e.rev, e.tell(f)
@@ -749,12 +826,18 @@ func (p *partition) settle(r result) {
 		return
 	}
 	e.writing = false
+	delete(p.writing, e)
 	e.writingSince, e.writingFirst = time.Time{}, 0
 	e.rev = r.rev
 	p.w.stats.Flushes.Add(1)
 	p.trouble.Store(nil)
-	if e.since.IsZero() {
+	switch {
+	case !p.dirty[e]: // it was dropped
+	case e.since.IsZero():
 		delete(p.dirty, e)
+		e.place = p.recent.PushFront(e)
+	default:
+		p.wait(e)
 	}
 	p.tellWritten(e.session, r.seq, r.trash)
 	p.publish(r.news)
@@ -845,39 +928,68 @@ func (p *partition) catchUp(ctx context.Context, session string) error {
 
 func (p *partition) drop(e *entry) {
 	delete(p.dirty, e)
+	delete(p.writing, e)
+	p.unwait(e)
 	if p.sessions[e.session] == e {
 		delete(p.sessions, e.session)
-		p.recent.Remove(e.place)
 	}
-	p.bytes -= e.size
-	p.unflushed -= e.bytes
+	p.unplace(e)
+	p.keeps(-e.size)
+	p.owes(-e.bytes)
 	e.size, e.bytes = 0, 0
+}
+
+// unplace takes an entry out of those that may be dropped.
+func (p *partition) unplace(e *entry) {
+	if e.place != nil {
+		p.recent.Remove(e.place)
+		e.place = nil
+	}
+}
+
+// keeps counts what entries take.
+func (p *partition) keeps(n int) {
+	p.bytes += n
+	p.w.kept.Add(int64(n))
+}
+
+// owes counts what is in no head yet.
+func (p *partition) owes(n int) {
+	p.unflushed += n
+	p.w.owed.Add(int64(n))
+}
+
+// over says whether all partitions keep more than they may and this one more than its share; but for
+// n bytes, which are not to be held against it.
+func (p *partition) over(n int) bool {
+	return p.w.kept.Load() > int64(p.w.cfg.CacheBytes) && p.bytes-n > p.w.portion(p.w.cfg.CacheBytes)
+}
+
+// overdue is the same for what is in no head yet.
+func (p *partition) overdue() bool {
+	return p.w.owed.Load() > int64(p.w.cfg.UnflushedBytes) && p.unflushed > p.w.portion(p.w.cfg.UnflushedBytes)
 }
 
 // account updates the estimate of what an entry takes.
 func (p *partition) account(e *entry) {
-	size := 1024
+	size := 1024 + len(e.deltas)*int(unsafe.Sizeof(Delta{})) + e.deltaSeqs*8
 	if e.snap != nil {
-		size += e.snap.Bytes() + 2*snapshot.PageTarget/4
+		size += e.snap.Bytes()
 	}
-	p.bytes += size - e.size
+	p.keeps(size - e.size)
 	e.size = size
 	p.count.Store(int64(len(p.sessions)))
-	p.memory.Store(int64(p.bytes))
+	p.memory.Store(int64(p.bytes + p.unflushed))
 }
 
-// evict drops the sessions that were not used for longest while memory is short.
+// evict drops the sessions that were not used for longest while memory is short. The one that was
+// used last stays, however large: the next event is likely to be its.
 func (p *partition) evict() {
-	limit := p.w.cfg.CacheBytes / p.w.log.Partitions()
-	for el := p.recent.Back(); el != nil && p.bytes > limit; {
-		e := el.Value.(*entry)
-		el = el.Prev()
-		if !e.writing && e.since.IsZero() {
-			p.drop(e)
-		}
+	for p.recent.Len() > 1 && p.over(0) {
+		p.drop(p.recent.Back().Value.(*entry))
 	}
 	p.count.Store(int64(len(p.sessions)))
-	p.memory.Store(int64(p.bytes))
+	p.memory.Store(int64(p.bytes + p.unflushed))
 }
 
 // safe is the stream sequence up to which everything that was read is in heads.

@@ -56,9 +56,14 @@ type Config struct {
 	// Pull is how many messages of a partition are asked for at a time, at most: never more bytes
 	// than the largest message may have. Defaults to 256.
 	Pull int
-	// CacheBytes bounds the memory of sessions that are kept between events, over all
-	// partitions. Defaults to 512 MiB.
+	// CacheBytes bounds the memory of sessions that are kept between events, over all partitions
+	// of the worker: when they keep more, those that have more than their share drop what was not
+	// used for longest. The session of a partition that was used last is kept whatever it takes.
+	// Defaults to 512 MiB.
 	CacheBytes int
+	// UnflushedBytes bounds the memory of what was read and is in no head yet, likewise: reading
+	// waits for the writes meanwhile. A commit is never refused for its size. Defaults to 128 MiB.
+	UnflushedBytes int
 	// Grace is how long pages that no head refers to stay readable. Defaults to 30 s.
 	Grace time.Duration
 	// Replicas of the buckets when they are created. Defaults to 1.
@@ -105,6 +110,9 @@ func (c Config) withDefaults() Config {
 	}
 	if c.CacheBytes == 0 {
 		c.CacheBytes = 512 << 20
+	}
+	if c.UnflushedBytes == 0 {
+		c.UnflushedBytes = 128 << 20
 	}
 	if c.Grace == 0 {
 		c.Grace = 30 * time.Second
@@ -198,6 +206,9 @@ type Worker struct {
 	partitions map[int]*running
 
 	running sync.WaitGroup
+	working atomic.Int64  // partitions that run
+	kept    atomic.Int64  // estimated bytes of sessions in memory, of all partitions
+	owed    atomic.Int64  // estimated bytes of what is in no head yet
 	writes  chan struct{} // one token per snapshot that is being written
 }
 
@@ -227,6 +238,9 @@ func NewWorker(j *journal.Journal, b *Buckets, heads *Heads, cfg Config) *Worker
 	cfg = cfg.withDefaults()
 	return &Worker{cfg: cfg, log: j, buckets: b, heads: heads, born: time.Now(), partitions: map[int]*running{}, writes: make(chan struct{}, cfg.Writes)}
 }
+
+// portion is a partition's share of what all partitions may have together.
+func (w *Worker) portion(bytes int) int { return bytes / int(max(1, w.working.Load())) }
 
 // Stats returns the worker's counters.
 func (w *Worker) Stats() *Stats { return &w.stats }
@@ -459,6 +473,12 @@ func (w *Worker) SessionsInMemory() (n int) {
 	}
 	return n
 }
+
+// CachedBytes estimates the memory of the sessions that the worker holds, without UnflushedBytes.
+func (w *Worker) CachedBytes() int64 { return w.kept.Load() }
+
+// UnflushedBytes estimates the memory of what the worker read and no head has yet.
+func (w *Worker) UnflushedBytes() int64 { return w.owed.Load() }
 
 // Retry takes a session out of quarantine and folds it on from its head. When another worker
 // has the session's partition, that one is asked to.

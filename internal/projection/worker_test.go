@@ -228,18 +228,70 @@ func TestSessionsAreDroppedAndLoadedAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	k := w.worker(projection.Config{CacheBytes: 1})
+	ids := []string{"s"}
+	for i := 0; len(ids) < 5; i++ { // all of one partition, which keeps the last one
+		if id := fmt.Sprintf("s%d", i); w.log.Partition(id) == w.log.Partition("s") {
+			ids = append(ids, id)
+		}
+	}
 	for round := range 3 {
-		for i := range 5 {
-			id := fmt.Sprintf("s%d", i)
+		for _, id := range ids {
 			k.wrote(id, w.append(id, user(strings.Repeat("x", 40<<10)), user(fmt.Sprint(round))))
 		}
 	}
 	if s := k.Stats(); s.Loads.Load() != 15 {
 		t.Errorf("5 sessions with 3 commits each were loaded %d times, want 15", s.Loads.Load())
 	}
-	if n := k.SessionsInMemory(); n != 0 {
+	if n := k.SessionsInMemory(); n > 2 { // the last one, and the one before until it was seen to be written
 		t.Errorf("%d sessions in memory", n)
 	}
+	w.verify()
+}
+
+// What is read faster than it is written waits in bounded memory, and checkpoints follow although there
+// is always more to be read.
+func TestMemoryOfWhatIsNotWrittenIsBounded(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	const sessions, limit = 300, 64 << 10
+	id := w.neighbour("s")
+	n := w.log.Partition(id)
+	var ids []string
+	for i := 0; len(ids) < sessions; i++ {
+		if id := fmt.Sprintf("n%d", i); w.log.Partition(id) == n {
+			ids = append(ids, id)
+			w.append(id, user(strings.Repeat("x", 8<<10)))
+		}
+	}
+	stream, err := w.js.Stream(journaltest.Context(t), w.log.Config().Stream)
+	if err != nil {
+		t.Fatal(err)
+	}
+	end := stream.CachedInfo().State.LastSeq
+	k := w.worker0(projection.Config{
+		Partitions: []int{n}, FlushAfter: time.Hour, FlushEvents: 1 << 20, CheckpointEvery: 1, Writes: 1, UnflushedBytes: limit,
+	})
+	var early, most atomic.Int64
+	k.tap.set(func(op, bucket, key string) error {
+		switch {
+		case bucket == projection.CheckpointsBucket && op != "get" && k.Stats().Commits.Load() < sessions/2:
+			early.Add(1)
+		case bucket == snapshot.Bucket && op == "create":
+			most.Store(max(most.Load(), k.UnflushedBytes()))
+		}
+		return nil
+	})
+	if err := k.Start(journaltest.Context(t)); err != nil {
+		t.Fatal(err)
+	}
+	journaltest.Eventually(t, "all to be read", func() bool { return statusOf(t, k, n).Read == end })
+	if early.Load() == 0 {
+		t.Error("no checkpoint was written in the first half of the log")
+	}
+	if m := most.Load(); m == 0 || m > limit+32<<10 {
+		t.Errorf("at most %d bytes were not written, want 1 to %d and what one commit takes", m, limit)
+	}
+	k.stop()
 	w.verify()
 }
 

@@ -51,6 +51,8 @@ type Head struct {
 	NextPage          int64              `json:"nextPage"`
 	Lifecycle         lifecycle.Snapshot `json:"lifecycle"`
 	Writer            *session.Writer    `json:"writer,omitempty"`
+
+	size int // bytes of the value that it was read from
 }
 
 // PageEntry is one page in an index.
@@ -182,12 +184,19 @@ type Flush struct {
 // for granted that it will be: when writing fails the snapshot must be loaded again. An error
 // names an event whose data, read here for the first time, breaks a rule.
 func (s *Snapshot) Flush() (*Flush, error) {
-	f, err := s.values()
+	f, places, err := s.values()
 	if err != nil {
 		return nil, err
 	}
 	s.letGo()
 	s.dropped = nil
+	// The head has all messages of the tail: so the commits that they came with can go.
+	for i, at := range places {
+		if m := s.Surface.Node(s.tailAt + i).Body; at.end > 0 {
+			m.Move(f.Head.Value[at.from:at.end:at.end])
+		}
+	}
+	s.held = cap(f.Head.Value)
 	return f, nil
 }
 
@@ -205,21 +214,29 @@ func (s *Snapshot) Shed() (pages []KV, unreferenced []string, err error) {
 
 // Expect returns what the bucket must hold for the present state, for a snapshot that was
 // folded from the log's start and never flushed. It changes nothing.
-func (s *Snapshot) Expect() (*Flush, error) { return s.values() }
+func (s *Snapshot) Expect() (*Flush, error) {
+	f, _, err := s.values()
+	return f, err
+}
 
-func (s *Snapshot) values() (*Flush, error) {
+// span is where a message stands in a value; end is 0 for none.
+type span struct{ from, end int }
+
+// values are what is to be written, and where the messages of the tail are in the head.
+func (s *Snapshot) values() (*Flush, []span, error) {
 	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped}
 	var err error
 	if f.Pages, err = s.unwrittenPages(); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	// Room for the tail and a few kilobytes of all else, so that it need not be copied as it grows.
-	head, err := s.appendHead(make([]byte, 0, int(s.tailSize)+128*(s.Surface.Len()-s.tailAt)+2048))
+	places := make([]span, 0, s.Surface.Len()-s.tailAt)
+	head, err := s.appendHead(make([]byte, 0, int(s.tailSize)+128*(s.Surface.Len()-s.tailAt)+2048), &places)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	f.Head = KV{events.Token(s.ID), head}
-	return f, nil
+	return f, places, nil
 }
 
 // unwrittenPages are the sealed pages and index pages that the bucket does not have.
@@ -235,7 +252,7 @@ func (s *Snapshot) unwrittenPages() (out []KV, err error) {
 		for i := range pages {
 			p := &pages[i]
 			if !p.written {
-				v, err := s.appendNodes([]byte(`{"v":1,"nodes":`), pos, p.count)
+				v, err := s.appendNodes([]byte(`{"v":1,"nodes":`), pos, p.count, nil)
 				if err != nil {
 					return nil, err
 				}
@@ -273,8 +290,9 @@ func (s *Snapshot) letGo() {
 	s.unwritten, s.filled = 0, false
 }
 
-// appendNodes appends count nodes from a position on as a JSON array.
-func (s *Snapshot) appendNodes(b []byte, pos, count int) ([]byte, error) {
+// appendNodes appends count nodes from a position on as a JSON array. places, when given, gets
+// where their messages are.
+func (s *Snapshot) appendNodes(b []byte, pos, count int, places *[]span) ([]byte, error) {
 	b = append(b, '[')
 	for i := pos; i < pos+count; i++ {
 		n := s.Surface.Node(i)
@@ -298,8 +316,13 @@ func (s *Snapshot) appendNodes(b []byte, pos, count int) ([]byte, error) {
 		if fp != "" {
 			b = append(append(append(b, `,"fp":"`...), fp...), '"')
 		}
+		var at span
 		if msg != nil {
 			b = append(append(b, `,"message":`...), msg...)
+			at = span{len(b) - len(msg), len(b)}
+		}
+		if places != nil {
+			*places = append(*places, at)
 		}
 		b = append(b, '}')
 	}
@@ -327,7 +350,7 @@ func (s *Snapshot) appendEntries(b []byte, pos int, pages []page) []byte {
 }
 
 // appendHead writes the head by hand: encoding/json would read every message in it again.
-func (s *Snapshot) appendHead(b []byte) ([]byte, error) {
+func (s *Snapshot) appendHead(b []byte, places *[]span) ([]byte, error) {
 	id, err := json.Marshal(s.ID)
 	if err != nil {
 		return nil, err
@@ -349,7 +372,7 @@ func (s *Snapshot) appendHead(b []byte) ([]byte, error) {
 	b = append(b, `],"pages":`...)
 	b = s.appendEntries(b, openAt, s.open)
 	b = append(b, `,"tail":`...)
-	if b, err = s.appendNodes(b, s.tailAt, s.Surface.Len()-s.tailAt); err != nil {
+	if b, err = s.appendNodes(b, s.tailAt, s.Surface.Len()-s.tailAt, places); err != nil {
 		return nil, err
 	}
 	state := s.Life.Snapshot()
@@ -382,6 +405,7 @@ func ParseHead(b []byte, session string) (*Head, error) {
 			return nil, bad("%v", err)
 		}
 	}
+	h.size = len(b)
 	switch {
 	case h.V != layoutVersion:
 		return nil, bad("layout version: expected %d, found %d", layoutVersion, h.V)
@@ -402,7 +426,7 @@ func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) 
 	s := &Snapshot{State: &session.State{
 		ID: h.Session, Format: h.Format, Next: h.Seq + 1, StreamSeq: h.StreamSeq, Time: h.Time, LogBytes: h.LogBytes,
 		Writer: h.Writer, Life: lifecycle.Restore(h.Lifecycle),
-	}, fold: h.Fold, nextPage: h.NextPage}
+	}, fold: h.Fold, nextPage: h.NextPage, held: h.size}
 	bad := func(format string, args ...any) error { return s.damaged(format, args...) }
 	var err error
 	if s.Digest, err = events.ParseDigest(h.Digest); err != nil {

@@ -6,6 +6,7 @@ package snapshot
 import (
 	"errors"
 	"fmt"
+	"unsafe"
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/session"
@@ -54,6 +55,7 @@ type Snapshot struct {
 	tailSize  int64 // bytes of the tail's data
 	unwritten int   // sealed pages and index pages that the bucket does not have
 	filled    bool  // bodies were read back from pages
+	held      int   // bytes that the bodies of nodes are parts of, as far as they were written or read
 	dropped   []string
 }
 
@@ -70,6 +72,12 @@ func (s *Snapshot) Foldable() error {
 	}
 	return &events.Error{Code: events.CodeFoldVersion, Session: s.ID, Detail: fmt.Sprintf(
 		"version %d of the fold made the snapshot, and this program has version %d; build all of them anew with `projector rebuild`, or run the program that made it", s.fold, session.FoldVersion)}
+}
+
+// Bytes estimates the memory that the snapshot holds. Events that no Flush took are not in it, nor
+// those that are held to check them (surface.KeepFrozenBodies).
+func (s *Snapshot) Bytes() int {
+	return s.State.Bytes() + s.held + (s.Surface.Len()-s.tailAt)*int(unsafe.Sizeof(surface.Body{}))
 }
 
 // PagesError says that folding needs pages that are not in memory: read them, Fill them in,
@@ -208,6 +216,7 @@ func (s *Snapshot) Fill(n int64, nodes []PageNode) error {
 				}
 			}
 			s.filled = true
+			s.held += int(bytes)
 			return nil
 		}
 	}

@@ -60,6 +60,14 @@ func (n *Node) Fingerprint(f events.Format) (string, error) {
 	return n.Body.fingerprint, nil
 }
 
+// Move gives the body another copy of its message, in memory that outlives what the event came
+// with, which the body then lets go of. It does nothing with a body that keeps its event.
+func (b *Body) Move(message []byte) {
+	if b.event == nil {
+		b.message = message
+	}
+}
+
 func (b *Body) read(f events.Format) error {
 	e := b.event
 	if e == nil {

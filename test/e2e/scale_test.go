@@ -82,7 +82,7 @@ func TestAFleetIsProjectedAndRebuilt(t *testing.T) {
 	}
 
 	began = time.Now()
-	projector := harness.Projector{NATS: appender.NATS, Env: []string{"GOMEMLIMIT=" + s.memory}, Args: []string{"--cache-bytes", strconv.Itoa(cacheFor(t, s.memory))}}.Start(t)
+	projector := harness.Projector{NATS: appender.NATS, Env: []string{"GOMEMLIMIT=" + s.memory}, Args: cachesFor(t, s.memory)}.Start(t)
 	reader := projector.Client()
 	var most int
 	var curve []string
@@ -175,14 +175,16 @@ func TestAFleetIsProjectedAndRebuilt(t *testing.T) {
 	}
 }
 
-// cacheFor is a quarter of a memory limit in MiB: what else a projector needs is documented.
-func cacheFor(t *testing.T, memory string) int {
+// cachesFor are the flags for a memory limit in MiB: a quarter of it for sessions, an eighth for what
+// is not written yet and a sixteenth for pages. The rest is for what is on its way and the collector.
+func cachesFor(t *testing.T, memory string) []string {
 	t.Helper()
 	n, err := strconv.Atoi(strings.TrimSuffix(memory, "MiB"))
 	if err != nil {
 		t.Fatalf("PALIMPSEST_SCALE: expected a GOMEMLIMIT in MiB, found %q", memory)
 	}
-	return n << 20 / 4
+	part := func(of int) string { return strconv.Itoa(n << 20 / of) }
+	return []string{"--cache-bytes", part(4), "--unflushed-bytes", part(8), "--page-cache-bytes", part(16)}
 }
 
 // fleetLines are the events of one commit: four in ten are on the surface.
