@@ -27,6 +27,7 @@ type verifyCmd struct {
 	JSON     bool          `name:"json" help:"Print the report as JSON."`
 	Trusted  []string      `name:"trusted-key" help:"Public key: compare what it signed with the logs." placeholder:"KEY"`
 	Kept     []string      `name:"attestations" help:"File of attestations that were kept, one a line, besides those of the store." placeholder:"FILE" type:"existingfile"`
+	IDs      bool          `name:"ids" help:"Take all arguments for session ids, those too that end as files do."`
 	Sessions []string      `arg:"" optional:"" name:"session" help:"Session ids; or session files and archives (*.jsonl, *.jsonl.zst, *.tar.zst), which are verified without a store."`
 }
 
@@ -70,12 +71,16 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 	}
 	files := 0
 	for _, name := range c.Sessions {
-		if audit.IsFile(name) {
+		switch {
+		case c.IDs:
+		case audit.IsFile(name):
 			files++
+		case audit.NamesFile(name):
+			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("verify: there is no file %s; if it is the id of a session, say --ids", name)}
 		}
 	}
 	if files > 0 && files < len(c.Sessions) {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: errors.New("verify: expected files or session ids, and not both; is there a file that does not exist?")}
+		return &platform.ExitError{Code: platform.ExitUsage, Err: errors.New("verify: expected files or session ids, and not both")}
 	}
 	var bar verifyBar
 	o.Begin, o.Each = bar.begin, bar.each
