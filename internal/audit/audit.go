@@ -146,12 +146,16 @@ type Auditor struct {
 	log     *journal.Journal
 	headers *journal.Headers
 	buckets *projection.Buckets
+	rooms   sync.Pool // of *[]byte, in which heads are written that are compared
 }
 
 // New returns an auditor.
 func New(j *journal.Journal, h *journal.Headers, b *projection.Buckets) *Auditor {
-	return &Auditor{j, h, b}
+	return &Auditor{log: j, headers: h, buckets: b, rooms: sync.Pool{New: func() any { return new([]byte) }}}
 }
+
+// largestRoom is how large a head may be for its room to be kept for others, in bytes.
+const largestRoom = 1 << 20
 
 // All verifies every session that has a header, a log or a head. The error is trouble with
 // JetStream; what is wrong with the sessions is in the report.
@@ -641,6 +645,12 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 		}
 		return nil
 	}
+	room := v.a.rooms.Get().(*[]byte)
+	defer func() {
+		if cap(*room) <= largestRoom {
+			v.a.rooms.Put(room)
+		}
+	}()
 	deadline := time.Now().Add(wait)
 	for {
 		kv, err := v.a.buckets.Snapshots.KV().Get(ctx, snapshot.HeadKey(v.id))
@@ -650,10 +660,11 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 		var want *snapshot.Flush
 		if err == nil {
 			var bad error
-			if want, bad = v.snap.Expect(); bad != nil {
+			if want, bad = v.snap.Expect((*room)[:0]); bad != nil {
 				v.find(Finding{Check: CheckRule, Detail: bad.Error()})
 				return nil
 			}
+			*room = want.Head.Value
 		}
 		var head *snapshot.Head
 		if err == nil && string(kv.Value()) == string(want.Head.Value) { // the usual case: no need to read it

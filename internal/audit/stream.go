@@ -17,9 +17,9 @@ const (
 	// readAhead bounds the messages that wait to be verified, in bytes of messages of average
 	// size, over all partitions that are read at a time.
 	readAhead = 16 << 20
-	// heldBytes is what the messages of all sessions of a group may take in memory, when there
-	// are not too many of them.
-	heldBytes = 64 << 20
+	// heldBytes is what the messages of all sessions that are verified at a time may take in
+	// memory, when there are not too many of them.
+	heldBytes = 32 << 20
 	// finishing is how many sessions of a partition are compared with their heads at a time.
 	finishing = 8
 	// quiet is how long a partition says nothing before it is asked whether there is more.
@@ -55,7 +55,7 @@ func (a *Auditor) stream(ctx context.Context, ids []string, logged map[string]ui
 
 // pullOf is how many messages are asked for at a time, where some partitions are read at once.
 func pullOf(info *jetstream.StreamInfo, parallel int) int {
-	const most = 256
+	const most = 2048 // Follow asks for fewer where they are large
 	n := info.State.Msgs
 	if n == 0 {
 		return most
@@ -77,7 +77,7 @@ func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out 
 		v, err := a.begin(ctx, id)
 		if err == nil {
 			v.trust(out.o, out.kept[id])
-			v.shedAt = max(leastShed, min(mostShed, heldBytes/int64(len(g.ids))))
+			v.shedAt = max(leastShed, min(mostShed, heldBytes/int64(out.o.Parallel*len(g.ids))))
 			mu.Lock()
 			vs[id] = v
 			mu.Unlock()

@@ -408,3 +408,17 @@ func (e *Eraser) fill(ctx context.Context, bucket string) error {
 
 // Subject is where the record of a session's erasure lies.
 func Subject(session string) string { return prefix + events.Token(session) }
+
+// Sessions returns the ids of the sessions whose erasure is on record, unordered.
+func Sessions(ctx context.Context, j *journal.Journal) (ids []string, err error) {
+	err = j.Each(ctx, Stream, prefix+"*", func(m jetstream.Msg) error {
+		if id, err := events.SessionOf(strings.TrimPrefix(m.Subject(), prefix)); err == nil {
+			ids = append(ids, id)
+		}
+		return nil
+	})
+	if journal.StreamMissing(err) {
+		return nil, nil
+	}
+	return ids, err
+}

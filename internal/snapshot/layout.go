@@ -182,7 +182,8 @@ type Flush struct {
 // for granted that it will be: when writing fails the snapshot must be loaded again. An error
 // names an event whose data, read here for the first time, breaks a rule.
 func (s *Snapshot) Flush() (*Flush, error) {
-	f, err := s.values()
+	// Room for the tail and a few kilobytes of all else, so that it need not be copied as it grows.
+	f, err := s.values(make([]byte, 0, int(s.tailSize)+128*(s.Surface.Len()-s.tailAt)+2048))
 	if err != nil {
 		return nil, err
 	}
@@ -204,17 +205,17 @@ func (s *Snapshot) Shed() (pages []KV, unreferenced []string, err error) {
 }
 
 // Expect returns what the bucket must hold for the present state, for a snapshot that was
-// folded from the log's start and never flushed. It changes nothing.
-func (s *Snapshot) Expect() (*Flush, error) { return s.values() }
+// folded from the log's start and never flushed. It changes nothing. The head may be written
+// into room, which is not overwritten; nil: it gets memory of its own.
+func (s *Snapshot) Expect(room []byte) (*Flush, error) { return s.values(room[len(room):]) }
 
-func (s *Snapshot) values() (*Flush, error) {
+func (s *Snapshot) values(room []byte) (*Flush, error) {
 	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped}
 	var err error
 	if f.Pages, err = s.unwrittenPages(); err != nil {
 		return nil, err
 	}
-	// Room for the tail and a few kilobytes of all else, so that it need not be copied as it grows.
-	head, err := s.appendHead(make([]byte, 0, int(s.tailSize)+128*(s.Surface.Len()-s.tailAt)+2048))
+	head, err := s.appendHead(room)
 	if err != nil {
 		return nil, err
 	}
