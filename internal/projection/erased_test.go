@@ -154,3 +154,53 @@ func TestSweepOfMarkersLeavesWhatWasWrittenAgain(t *testing.T) {
 		t.Errorf("%+v, %v; left are %d and %d", r, err, w.left("a", true), w.left("b", true))
 	}
 }
+
+// Whoever follows the feed hears that a session was erased: of any feed that told of it, also one
+// that was resumed from before, and one that asks for some sessions alone.
+func TestFeedTellsOfAnErasure(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.worker(projection.Config{})
+	f, ctx := w.fleet(), journaltest.Context(t)
+	filters := []projection.FleetFilter{{}, {State: projection.StateOpen}}
+	var feeds []*projection.Feed
+	readers := make([]feedReader, len(filters))
+	for _, filter := range filters {
+		fd, _, err := f.Feed(ctx, filter, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		feeds = append(feeds, fd)
+	}
+	w.append("victim", turnStart)
+	w.append("other", turnStart)
+	for i := range readers {
+		r := &readers[i]
+		if err := r.until(ctx, feeds[i], func() bool { return r.latest["victim"].OpenTurn != nil && r.latest["other"].OpenTurn != nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	rev := readers[0].rev
+	w.erase("victim")
+	told := func(r *feedReader) func() bool {
+		return func() bool { c := r.latest["victim"]; return c.Erased && c.Left }
+	}
+	for i := range readers {
+		if err := readers[i].until(ctx, feeds[i], told(&readers[i])); err != nil {
+			t.Errorf("%+v: %v", filters[i], err)
+		}
+	}
+	for _, filter := range filters { // of who was away meanwhile
+		fd, _, err := f.Feed(ctx, filter, rev)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var r feedReader
+		if err := r.take(fd.Aside()); err != nil || !told(&r)() {
+			t.Errorf("resumed, %+v: %+v, %v", filter, r.latest, err)
+		}
+		if c, ok := r.latest["other"]; ok && (c.Erased || c.Left) {
+			t.Errorf("resumed, %+v: another session is told of as %+v", filter, c)
+		}
+	}
+}
