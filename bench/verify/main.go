@@ -38,9 +38,10 @@ type bench struct {
 	PerCommit int    `help:"Events of a commit." default:"1"`
 	Text      int    `help:"Bytes of a message's text." default:"200"`
 	Rounds    int    `help:"Rounds; each runs the baseline and verify, in turns which of them first." default:"5"`
-	Workers   int    `help:"Sessions that are verified at a time." default:"4"`
+	Workers   int    `help:"Partitions of the log that are verified at a time, at most." default:"8"`
 	LogOnly   bool   `help:"Leave heads and pages out: then nothing is projected."`
 	JSON      bool   `help:"Print one JSON object a line." env:"BENCH_JSON"`
+	Projector string `help:"Program that verifies once more, in a process of its own, for the most memory that it takes." placeholder:"FILE"`
 	Profile   string `help:"Write profiles of the last round: of CPU time to FILE.verify and FILE.baseline, of allocations since the start to FILE.allocs." placeholder:"FILE"`
 
 	out io.Writer
@@ -107,6 +108,11 @@ func (b *bench) run(ctx context.Context) (err error) {
 	}
 	if !b.LogOnly {
 		if err := b.project(ctx, j, buckets); err != nil {
+			return err
+		}
+	}
+	if b.Projector != "" {
+		if err := b.process(ctx, server.ClientURL()); err != nil {
 			return err
 		}
 	}

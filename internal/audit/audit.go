@@ -125,11 +125,12 @@ type Options struct {
 	// finding. Defaults to 10 s.
 	Wait time.Duration
 	// Parallel is how many sessions are verified at a time, and by All how many partitions of
-	// the log. Defaults to 4.
+	// the log, at most. Defaults to 8.
 	Parallel int
-	// Held is how many sessions All keeps in memory at a time, each with at most 200 KiB of its
-	// messages. Where there are more, it reads the log several times. Defaults to 2048.
-	Held int
+	// Memory is how many bytes of sessions All keeps at a time, about. Where they do not fit, it
+	// reads fewer partitions at a time, and where those of one do not, it reads that several
+	// times. Defaults to 128 MiB.
+	Memory int64
 	// Trusted are public nkeys: what they signed is compared with the log. Without any,
 	// attestations are not looked at.
 	Trusted []string
@@ -200,10 +201,10 @@ func (a *Auditor) Some(ctx context.Context, ids []string, o Options) (*Report, e
 
 func (o Options) withDefaults() Options {
 	if o.Parallel == 0 {
-		o.Parallel = 4
+		o.Parallel = 8
 	}
-	if o.Held == 0 {
-		o.Held = 2048
+	if o.Memory == 0 {
+		o.Memory = 128 << 20
 	}
 	if o.Wait == 0 {
 		o.Wait = 10 * time.Second
