@@ -1,6 +1,7 @@
 // Command verify measures `projector verify --all` against reading the same log with one bare
-// filtered consumer a partition. Both run in turns on the same server, and the ratio is what
-// counts. It starts all that it needs, and leaves nothing behind.
+// filtered consumer a partition. Both run in turns on the same server, each first in every other
+// round, and the median of the ratios is what counts. It starts all that it needs, and leaves
+// nothing behind.
 package main
 
 import (
@@ -14,6 +15,7 @@ import (
 	"runtime"
 	"runtime/debug"
 	"runtime/pprof"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -35,11 +37,12 @@ type bench struct {
 	Length    int    `help:"Events of a session." default:"200"`
 	PerCommit int    `help:"Events of a commit." default:"1"`
 	Text      int    `help:"Bytes of a message's text." default:"200"`
-	Rounds    int    `help:"Rounds; each runs the baseline and then verify." default:"3"`
-	Workers   int    `help:"Sessions that are verified at a time." default:"4"`
+	Rounds    int    `help:"Rounds; each runs the baseline and verify, in turns which of them first." default:"5"`
+	Workers   int    `help:"Partitions of the log that are verified at a time, at most." default:"8"`
 	LogOnly   bool   `help:"Leave heads and pages out: then nothing is projected."`
-	JSON      bool   `help:"Print one JSON object a line."`
-	Profile   string `help:"Write a CPU profile of verify." placeholder:"FILE"`
+	JSON      bool   `help:"Print one JSON object a line." env:"BENCH_JSON"`
+	Projector string `help:"Program that verifies once more, in a process of its own, for the most memory that it takes." placeholder:"FILE"`
+	Profile   string `help:"Write profiles of the last round: of CPU time to FILE.verify and FILE.baseline, of allocations since the start to FILE.allocs." placeholder:"FILE"`
 
 	out io.Writer
 }
@@ -57,6 +60,9 @@ func main() {
 			return &platform.ExitError{Code: platform.ExitUsage, Err: err}
 		}
 		slog.SetDefault(slog.New(slog.DiscardHandler))
+		if b.Rounds < 1 {
+			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--rounds: expected at least 1, found %d", b.Rounds)}
+		}
 		return b.run(ctx)
 	}))
 }
@@ -105,39 +111,58 @@ func (b *bench) run(ctx context.Context) (err error) {
 			return err
 		}
 	}
+	if b.Projector != "" {
+		if err := b.process(ctx, server.ClientURL()); err != nil {
+			return err
+		}
+	}
 	a := audit.New(j, headers, buckets)
-	for round := range b.Rounds {
-		debug.FreeOSMemory()
-		base, err := b.measure(func() (int64, error) { return consume(ctx, j) })
-		if err != nil {
-			return err
-		}
-		debug.FreeOSMemory()
-		if b.Profile != "" && round == b.Rounds-1 {
-			f, err := os.Create(b.Profile)
-			if err != nil {
-				return err
-			}
-			if err := pprof.StartCPUProfile(f); err != nil {
-				return err
-			}
-		}
-		ver, err := b.measure(func() (int64, error) {
+	cases := []func() (int64, error){
+		func() (int64, error) { return consume(ctx, j) },
+		func() (int64, error) {
 			rep, err := a.All(ctx, audit.Options{LogOnly: b.LogOnly, Parallel: b.Workers})
-			if err == nil && !rep.OK() {
-				err = fmt.Errorf("%d findings, the first: %v", len(rep.Findings), rep.Findings[0])
+			if err != nil {
+				return 0, err
 			}
-			return rep.Events, err
-		})
-		pprof.StopCPUProfile()
-		if err != nil {
-			return err
+			if !rep.OK() {
+				return 0, fmt.Errorf("%d findings, the first: %v", len(rep.Findings), rep.Findings[0])
+			}
+			return rep.Events, nil
+		},
+	}
+	var ratios, byCPU []float64
+	for round := range b.Rounds {
+		var results [2]result
+		for i := range results {
+			which := (round + i) % 2
+			if results[which], err = b.measure([...]string{"baseline", "verify"}[which], round == b.Rounds-1, cases[which]); err != nil {
+				return err
+			}
 		}
+		base, ver := results[0], results[1]
+		if base.events == 0 || ver.events != int64(b.Events) {
+			return fmt.Errorf("expected %d events, the baseline read %d messages and verify %d events", b.Events, base.events, ver.events)
+		}
+		base.events = ver.events // the same events, in messages of several
+		ratios, byCPU = append(ratios, ver.perSecond()/base.perSecond()), append(byCPU, ver.perCPUSecond()/base.perCPUSecond())
 		if err := b.report(round, base, ver); err != nil {
 			return err
 		}
 	}
-	return nil
+	if b.Profile != "" {
+		if err := writeProfile("allocs", b.Profile+".allocs"); err != nil {
+			return err
+		}
+	}
+	return b.summary(ratios, byCPU)
+}
+
+func writeProfile(name, path string) error {
+	f, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(pprof.Lookup(name).WriteTo(f, 0), f.Close())
 }
 
 // result is one measurement.
@@ -151,8 +176,19 @@ type result struct {
 func (r result) perSecond() float64    { return float64(r.events) / r.wall.Seconds() }
 func (r result) perCPUSecond() float64 { return float64(r.events) / r.cpu.Seconds() }
 
-func (b *bench) measure(f func() (int64, error)) (result, error) {
-	var r result
+func (b *bench) measure(name string, last bool, f func() (int64, error)) (r result, err error) {
+	debug.FreeOSMemory()
+	if last && b.Profile != "" {
+		out, err := os.Create(b.Profile + "." + name)
+		if err != nil {
+			return r, err
+		}
+		defer func() { err = errors.Join(err, out.Close()) }()
+		if err := pprof.StartCPUProfile(out); err != nil {
+			return r, err
+		}
+		defer pprof.StopCPUProfile()
+	}
 	stop, sampled := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(sampled)
@@ -178,10 +214,6 @@ func (b *bench) measure(f func() (int64, error)) (result, error) {
 }
 
 func (b *bench) report(round int, base, ver result) error {
-	if base.events == 0 || ver.events != int64(b.Events) {
-		return fmt.Errorf("expected %d events, the baseline read %d messages and verify %d events", b.Events, base.events, ver.events)
-	}
-	base.events = ver.events // the same events, in messages of several
 	if b.JSON {
 		return json.NewEncoder(b.out).Encode(map[string]any{
 			"round": round, "events": ver.events, "baselinePerSecond": base.perSecond(), "verifyPerSecond": ver.perSecond(),
@@ -191,6 +223,21 @@ func (b *bench) report(round int, base, ver result) error {
 	_, err := fmt.Fprintf(b.out, "round %d: %d events   32 bare consumers %8.0f/s   verify %8.0f/s   ratio %.2f, by CPU time %.2f   heap %d MiB (baseline %d MiB)\n",
 		round, ver.events, base.perSecond(), ver.perSecond(), ver.perSecond()/base.perSecond(), ver.perCPUSecond()/base.perCPUSecond(), ver.heap>>20, base.heap>>20)
 	return err
+}
+
+// summary prints the medians of all rounds.
+func (b *bench) summary(ratios, byCPU []float64) error {
+	r, c := median(ratios), median(byCPU)
+	if b.JSON {
+		return json.NewEncoder(b.out).Encode(map[string]any{"rounds": len(ratios), "medianRatio": r, "medianCPURatio": c})
+	}
+	_, err := fmt.Fprintf(b.out, "median of %d rounds: ratio %.2f (%.2f to %.2f), by CPU time %.2f\n", len(ratios), r, slices.Min(ratios), slices.Max(ratios), c)
+	return err
+}
+
+func median(v []float64) float64 {
+	s := slices.Sorted(slices.Values(v))
+	return (s[(len(s)-1)/2] + s[len(s)/2]) / 2
 }
 
 // fill writes the log: the sessions go on in turns, as those of a fleet do.

@@ -33,7 +33,7 @@ func (f attestFlags) attester(ctx context.Context, s *store) (platform.Service, 
 	if err != nil {
 		return nil, err
 	}
-	slog.Info("signing checkpoints", "key", t.PublicKey(), "every", f.AttestEvery)
+	slog.Info("signing checkpoints", "key", t.PublicKey(), "every", f.AttestEvery.String())
 	return platform.NewRunner(func(ctx context.Context, ready func()) error {
 		ready()
 		tick := time.NewTicker(f.AttestEvery)
@@ -59,7 +59,7 @@ func (f attestFlags) round(ctx context.Context, t *audit.Attester) {
 	n, err := t.Round(ctx)
 	switch {
 	case err != nil && ctx.Err() == nil:
-		slog.Warn("checkpoints were not signed; trying again", "err", err, "every", f.AttestEvery)
+		slog.Warn("checkpoints were not signed; trying again", "err", err, "every", f.AttestEvery.String())
 	case err == nil:
 		slog.Debug("checkpoints signed", "sessions", n)
 	}

@@ -2,7 +2,7 @@ package main
 
 import (
 	"context"
-	"fmt"
+	"errors"
 	"log/slog"
 	"os"
 	"time"
@@ -51,15 +51,14 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for name, n := range map[string]int64{
+	err = errors.Join(platform.AboveZero(map[string]int64{
 		"max-event": int64(c.MaxEvent), "max-body": c.MaxBody, "max-commit": int64(c.MaxCommit), "max-header": int64(c.MaxHeader),
 		"max-session-events": c.MaxSessionEvents, "max-session-bytes": c.MaxSessionBytes, "group-events": int64(c.GroupEvents),
 		"group-bytes": int64(c.GroupBytes), "queue": int64(c.Queue), "pending-bytes": int64(c.PendingBytes), "cache-bytes": int64(c.CacheBytes),
-		"key-window": int64(c.KeyWindow), "attest-every": int64(c.AttestEvery), "partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
-	} {
-		if n < 1 {
-			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %d", name, n)}
-		}
+		"partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
+	}), platform.AboveZero(map[string]time.Duration{"key-window": c.KeyWindow, "attest-every": c.AttestEvery}), c.EdgeFlags.Check(c.Listen))
+	if err != nil {
+		return err
 	}
 	var g platform.Group
 	s, err := c.open(ctx, "palimpsest-appender", c.NATSListen, &g)

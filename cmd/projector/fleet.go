@@ -134,7 +134,7 @@ func (c *feedCmd) Run(ctx context.Context) error {
 		if !c.JSON {
 			fmt.Print("revision  ", rowHead)
 		}
-		for changes := feed.Quarantined(); ; {
+		for changes := feed.Aside(); ; {
 			for i := range changes {
 				if err := c.print(&changes[i]); err != nil {
 					return err

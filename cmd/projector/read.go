@@ -319,6 +319,7 @@ func (c *eventsCmd) Run(ctx context.Context) error {
 type urlFlag struct {
 	URL   string `name:"url" help:"HTTP API of the projector." default:"http://127.0.0.1:8081"`
 	Token string `help:"Bearer token for it; better given in the environment than here, where ps shows it." env:"PALIMPSEST_TOKEN" placeholder:"TOKEN"`
+	api.TLSFlags
 }
 
 // call asks a running projector.
@@ -334,7 +335,12 @@ func (f urlFlag) send(req *http.Request) ([]byte, error) {
 	if f.Token != "" {
 		req.Header.Set("Authorization", "Bearer "+f.Token)
 	}
-	resp, err := http.DefaultClient.Do(req)
+	t, err := f.Transport()
+	if err != nil {
+		return nil, err
+	}
+	defer t.CloseIdleConnections()
+	resp, err := (&http.Client{Transport: t}).Do(req)
 	if err != nil {
 		return nil, fmt.Errorf("%w; is a projector serving there?", err)
 	}

@@ -36,14 +36,14 @@ type serveCmd struct {
 }
 
 func (c *serveCmd) Run(ctx context.Context) error {
-	for name, n := range map[string]int64{
-		"flush-after": int64(c.FlushAfter), "flush-behind": int64(c.FlushBehind), "flush-events": int64(c.FlushEvents), "writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes), "unflushed-bytes": int64(c.UnflushedBytes),
-		"access-max-age": int64(c.AccessMaxAge), "service-parallel": int64(c.ServiceParallel), "feed-every": int64(c.FeedEvery), "feed-behind": int64(c.FeedBehind),
-		"partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
-	} {
-		if n < 1 {
-			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %d", name, n)}
-		}
+	err := errors.Join(platform.AboveZero(map[string]int64{
+		"flush-events": int64(c.FlushEvents), "writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes), "unflushed-bytes": int64(c.UnflushedBytes),
+		"service-parallel": int64(c.ServiceParallel), "partitions": int64(c.Partitions), "replicas": int64(c.Replicas),
+	}), platform.AboveZero(map[string]time.Duration{
+		"flush-after": c.FlushAfter, "flush-behind": c.FlushBehind, "access-max-age": c.AccessMaxAge, "feed-every": c.FeedEvery, "feed-behind": c.FeedBehind,
+	}), c.EdgeFlags.Check(c.Listen))
+	if err != nil {
+		return err
 	}
 	if c.PageCache < 0 || c.HeaderCache < 0 {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--page-cache-bytes and --header-cache-bytes: expected 0 or more, found %d and %d", c.PageCache, c.HeaderCache)}

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"palimpsest/internal/api"
 	"palimpsest/internal/projection"
 )
 
@@ -17,13 +18,14 @@ type statusCmd struct {
 	storeFlags
 	URL   string `name:"url" help:"Ask the projector that serves there; without it the buckets are read, and no projector need run." placeholder:"URL"`
 	Token string `help:"Bearer token for --url; better given in the environment than here, where ps shows it." env:"PALIMPSEST_TOKEN" placeholder:"TOKEN"`
-	JSON  bool   `name:"json" help:"Print what the HTTP API answers."`
+	api.TLSFlags
+	JSON bool `name:"json" help:"Print what the HTTP API answers."`
 }
 
 func (c *statusCmd) Run(ctx context.Context) error {
 	const path = "/v1/workers"
 	if c.URL != "" {
-		b, err := urlFlag{c.URL, c.Token}.call(ctx, http.MethodGet, path)
+		b, err := urlFlag{c.URL, c.Token, c.TLSFlags}.call(ctx, http.MethodGet, path)
 		if err != nil {
 			return err
 		}

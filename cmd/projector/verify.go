@@ -23,16 +23,18 @@ type verifyCmd struct {
 	All      bool          `help:"Every session that has a header, a log or a head."`
 	LogOnly  bool          `help:"Leave heads and pages out."`
 	Wait     time.Duration `help:"How long the projection may take to reach the log's end." default:"10s"`
-	Workers  int           `help:"Sessions that are verified at a time." default:"4"`
+	Workers  int           `help:"Sessions that are verified at a time, and with --all partitions of the log, at most." default:"8"`
+	Memory   int64         `name:"memory-bytes" help:"Memory for sessions that --all keeps at a time, in bytes, about. Where they do not fit, parts of the log are read several times." default:"134217728"`
 	JSON     bool          `name:"json" help:"Print the report as JSON."`
 	Trusted  []string      `name:"trusted-key" help:"Public key: compare what it signed with the logs." placeholder:"KEY"`
 	Kept     []string      `name:"attestations" help:"File of attestations that were kept, one a line, besides those of the store." placeholder:"FILE" type:"existingfile"`
+	IDs      bool          `name:"ids" help:"Take all arguments for session ids, those too that end as files do."`
 	Sessions []string      `arg:"" optional:"" name:"session" help:"Session ids; or session files and archives (*.jsonl, *.jsonl.zst, *.tar.zst), which are verified without a store."`
 }
 
 // options are those of the auditor.
 func (c *verifyCmd) options() (audit.Options, error) {
-	o := audit.Options{LogOnly: c.LogOnly, Wait: c.Wait, Parallel: c.Workers, Trusted: c.Trusted, Copies: map[string][]*audit.Attestation{}}
+	o := audit.Options{LogOnly: c.LogOnly, Wait: c.Wait, Parallel: c.Workers, Memory: c.Memory, Trusted: c.Trusted, Copies: map[string][]*audit.Attestation{}}
 	for _, key := range c.Trusted {
 		if err := audit.CheckPublicKey(key); err != nil {
 			return o, err
@@ -61,8 +63,8 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 	if c.All == (len(c.Sessions) > 0) {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: errors.New("verify: expected session ids or --all, and not both")}
 	}
-	if c.Workers < 1 {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--workers: expected more than 0, found %d", c.Workers)}
+	if err := platform.AboveZero(map[string]int64{"workers": int64(c.Workers), "memory-bytes": c.Memory}); err != nil {
+		return err
 	}
 	o, err := c.options()
 	if err != nil {
@@ -70,12 +72,16 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 	}
 	files := 0
 	for _, name := range c.Sessions {
-		if audit.IsFile(name) {
+		switch {
+		case c.IDs:
+		case audit.IsFile(name):
 			files++
+		case audit.NamesFile(name):
+			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("verify: there is no file %s; if it is the id of a session, say --ids", name)}
 		}
 	}
 	if files > 0 && files < len(c.Sessions) {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: errors.New("verify: expected files or session ids, and not both; is there a file that does not exist?")}
+		return &platform.ExitError{Code: platform.ExitUsage, Err: errors.New("verify: expected files or session ids, and not both")}
 	}
 	var bar verifyBar
 	o.Begin, o.Each = bar.begin, bar.each

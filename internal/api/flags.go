@@ -43,28 +43,46 @@ type Served struct {
 	listen    string
 }
 
-// Open checks the flags and reads the files that they name. What runs is added to the group.
-func (f EdgeFlags) Open(ctx context.Context, service, listen string, g *platform.Group) (*Served, error) {
+// asked reports whether callers are asked who they are.
+func (f EdgeFlags) asked() bool { return f.TokenFile != "" || f.JWTKeys != "" }
+
+// Check says what is wrong with the flags and the listen address. It reads no files.
+func (f EdgeFlags) Check(listen string) error {
 	usage := func(format string, args ...any) error {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf(format, args...)}
 	}
-	s := &Served{Registry: prometheus.NewRegistry(), flags: f, listen: listen}
-	asked := f.TokenFile != "" || f.JWTKeys != ""
+	if err := platform.CheckListen(listen); err != nil {
+		return usage("--listen: %w", err)
+	}
+	if f.AdminListen != "" {
+		if err := platform.CheckListen(f.AdminListen); err != nil {
+			return usage("--admin-listen: %w", err)
+		}
+	}
 	switch {
 	case f.Rate < 0 || f.Burst < 0:
-		return nil, usage("--rate %v and --burst %d: expected nothing below 0", f.Rate, f.Burst)
+		return usage("--rate %v and --burst %d: expected nothing below 0", f.Rate, f.Burst)
 	case f.HeaderTimeout <= 0:
-		return nil, usage("--header-timeout: expected more than 0, found %v", f.HeaderTimeout)
-	case f.Rate > 0 && !asked:
-		return nil, usage("--rate limits each caller, and nobody is asked who they are; give --token-file or --jwt-keys too")
+		return usage("--header-timeout: expected more than 0, found %v", f.HeaderTimeout)
+	case f.Rate > 0 && !f.asked():
+		return usage("--rate limits each caller, and nobody is asked who they are; give --token-file or --jwt-keys too")
 	case f.JWTKeys == "" && (f.JWTAudience != "" || f.JWTIssuer != ""):
-		return nil, usage("--jwt-audience and --jwt-issuer need --jwt-keys")
-	case !asked && !f.InsecureNoAuth && !platform.Loopback(listen):
-		return nil, usage("--listen %s is reached from other machines, and nobody would be asked who they are; give --token-file or --jwt-keys, listen on 127.0.0.1, or say --insecure-no-auth", listen)
+		return usage("--jwt-audience and --jwt-issuer need --jwt-keys")
+	case !f.asked() && !f.InsecureNoAuth && !platform.Loopback(listen):
+		return usage("--listen %s is reached from other machines, and nobody would be asked who they are; give --token-file or --jwt-keys, listen on 127.0.0.1, or say --insecure-no-auth", listen)
 	case f.AdminListen != "" && !platform.Loopback(f.AdminListen):
-		return nil, usage("--admin-listen %s: expected a loopback address such as 127.0.0.1:6060, since profiles show what is in memory", f.AdminListen)
+		return usage("--admin-listen %s: expected a loopback address such as 127.0.0.1:6060, since profiles show what is in memory", f.AdminListen)
 	}
-	var err error
+	return nil
+}
+
+// Open checks the flags and reads the files that they name. What runs is added to the group.
+func (f EdgeFlags) Open(ctx context.Context, service, listen string, g *platform.Group) (*Served, error) {
+	err := f.Check(listen)
+	if err != nil {
+		return nil, err
+	}
+	s := &Served{Registry: prometheus.NewRegistry(), flags: f, listen: listen}
 	if s.Telemetry, err = telemetry.Start(ctx, telemetry.Config{Service: service, Gatherer: s.Registry}); err != nil {
 		return nil, err
 	}
@@ -76,7 +94,7 @@ func (f EdgeFlags) Open(ctx context.Context, service, listen string, g *platform
 			return nil
 		}))
 	}
-	if asked {
+	if f.asked() {
 		a, err := auth.New(auth.Config{TokenFile: f.TokenFile, JWT: auth.JWTConfig{KeyFile: f.JWTKeys, Issuer: f.JWTIssuer, Audience: f.JWTAudience}})
 		if err != nil {
 			return nil, err

@@ -133,7 +133,7 @@ func (s *projectorAPI) feed(w http.ResponseWriter, r *http.Request, _ string) er
 		return appendSSE(b, "session", id, c)
 	}
 	text := appendSSE(nil, "hello", "", hello)
-	for _, c := range feed.Quarantined() {
+	for _, c := range feed.Aside() {
 		text = write(text, c)
 	}
 	if out.send(text) != nil {

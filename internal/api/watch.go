@@ -16,8 +16,10 @@ import (
 func (s *projectorAPI) watch(w http.ResponseWriter, r *http.Request, id string) error {
 	q := readQuery(r, "from")
 	from := events.NoSeq // from=-1 asks for everything
-	if q.Get("from") != from.String() {
-		from = q.seq("from", from)
+	if v := q.Get("from"); v != from.String() {
+		if from = q.seq("from", from); q.err != nil && q.Has("from") {
+			q.err = badRequest(fmt.Sprintf("from: expected a seq from 0 to 2^53-1, or -1 for the log's start, found %q", short(v)))
+		}
 	}
 	if q.err != nil {
 		return q.err

@@ -125,11 +125,12 @@ type Options struct {
 	// finding. Defaults to 10 s.
 	Wait time.Duration
 	// Parallel is how many sessions are verified at a time, and by All how many partitions of
-	// the log. Defaults to 4.
+	// the log, at most. Defaults to 8.
 	Parallel int
-	// Held is how many sessions All keeps in memory at a time, each with at most 200 KiB of its
-	// messages. Where there are more, it reads the log several times. Defaults to 2048.
-	Held int
+	// Memory is how many bytes of sessions All keeps at a time, about. Where they do not fit, it
+	// reads fewer partitions at a time, and where those of one do not, it reads that several
+	// times. Defaults to 128 MiB.
+	Memory int64
 	// Trusted are public nkeys: what they signed is compared with the log. Without any,
 	// attestations are not looked at.
 	Trusted []string
@@ -146,12 +147,16 @@ type Auditor struct {
 	log     *journal.Journal
 	headers *journal.Headers
 	buckets *projection.Buckets
+	rooms   sync.Pool // of *[]byte, in which heads are written that are compared
 }
 
 // New returns an auditor.
 func New(j *journal.Journal, h *journal.Headers, b *projection.Buckets) *Auditor {
-	return &Auditor{j, h, b}
+	return &Auditor{log: j, headers: h, buckets: b, rooms: sync.Pool{New: func() any { return new([]byte) }}}
 }
+
+// largestRoom is how large a head may be for its room to be kept for others, in bytes.
+const largestRoom = 1 << 20
 
 // All verifies every session that has a header, a log or a head. The error is trouble with
 // JetStream; what is wrong with the sessions is in the report.
@@ -196,10 +201,10 @@ func (a *Auditor) Some(ctx context.Context, ids []string, o Options) (*Report, e
 
 func (o Options) withDefaults() Options {
 	if o.Parallel == 0 {
-		o.Parallel = 4
+		o.Parallel = 8
 	}
-	if o.Held == 0 {
-		o.Held = 2048
+	if o.Memory == 0 {
+		o.Memory = 128 << 20
 	}
 	if o.Wait == 0 {
 		o.Wait = 10 * time.Second
@@ -641,6 +646,12 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 		}
 		return nil
 	}
+	room := v.a.rooms.Get().(*[]byte)
+	defer func() {
+		if cap(*room) <= largestRoom {
+			v.a.rooms.Put(room)
+		}
+	}()
 	deadline := time.Now().Add(wait)
 	for {
 		kv, err := v.a.buckets.Snapshots.KV().Get(ctx, snapshot.HeadKey(v.id))
@@ -650,10 +661,11 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 		var want *snapshot.Flush
 		if err == nil {
 			var bad error
-			if want, bad = v.snap.Expect(); bad != nil {
+			if want, bad = v.snap.Expect((*room)[:0]); bad != nil {
 				v.find(Finding{Check: CheckRule, Detail: bad.Error()})
 				return nil
 			}
+			*room = want.Head.Value
 		}
 		var head *snapshot.Head
 		if err == nil && string(kv.Value()) == string(want.Head.Value) { // the usual case: no need to read it

@@ -592,3 +592,30 @@ func TestTroubleIsNoFinding(t *testing.T) {
 	}
 	w.srv.Up()
 }
+
+// However little memory there is, all sessions are verified: then one after the other.
+func TestAllWithLittleMemoryFindsTheSame(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	for i := range 12 {
+		w.append(fmt.Sprintf("s%d", i), user("zero"), user(strings.Repeat("x", 70<<10)), user("two"))
+	}
+	for i := range 12 {
+		w.projected(fmt.Sprintf("s%d", i))
+	}
+	w.put(snapshot.PageKey("s7", 0), `{"v":1,"nodes":[]}`)
+	want := w.all(audit.Options{})
+	if want.Sessions != 12 || want.Pages == 0 || len(want.Findings) != 1 {
+		t.Fatalf("%+v", want)
+	}
+	for _, o := range []audit.Options{{Memory: 1}, {Memory: 200 << 10, Parallel: 3}, {Memory: 1, Parallel: 1}} {
+		got := w.all(o)
+		if got.Sessions != 12 || got.Events != want.Events || got.Pages != want.Pages || len(got.Findings) != 1 {
+			t.Errorf("%+v: %+v, want %+v", o, got, want)
+			continue
+		}
+		if f, w := got.Findings[0], want.Findings[0]; f.Session != w.Session || f.Check != w.Check || f.Key != w.Key {
+			t.Errorf("%+v: found %v, want %v", o, f, w)
+		}
+	}
+}

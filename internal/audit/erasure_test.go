@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/klauspost/compress/s2"
+	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/internal/appender"
 	"palimpsest/internal/audit"
@@ -151,4 +152,67 @@ func TestErasedSessionIsInNoFile(t *testing.T) {
 	}
 	w.srv.Up()
 	check("after a restart", 2)
+}
+
+// The tombstone of a log that somebody damaged tells of what is good of it: of the last commit before
+// the first message that is none, and of an empty log where there is none.
+func TestTombstoneOfADamagedLogTellsOfWhatIsGood(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	e, err := erasure.New(ctx, w.log, w.headers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	garbage := func(session string) {
+		t.Helper()
+		if _, err := w.log.JetStream().Publish(ctx, w.log.Subject(session), []byte("no commit")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for session, damage := range map[string]func(){
+		"at the end": func() {
+			w.append("at the end", user("0"), user("1"))
+			w.append("at the end", user("2"))
+			garbage("at the end")
+		},
+		"nothing but damage": func() {
+			if _, _, err := w.Create(ctx, "nothing but damage", nil); err != nil {
+				t.Fatal(err)
+			}
+			garbage("nothing but damage")
+			garbage("nothing but damage")
+		},
+		"neither header nor commit": func() { garbage("neither header nor commit") },
+	} {
+		damage()
+		want := events.Tombstone{LastSeq: events.NoSeq, Digest: events.SeedDigest(session).String()}
+		if h, err := w.headers.Get(ctx, session); err == nil {
+			want.Chain = events.SeedChain(session, h.Raw).String()
+		}
+		messages := 0
+		if err := w.log.Each(ctx, w.log.Config().Stream, w.log.Subject(session), func(m jetstream.Msg) error {
+			messages++
+			if c, err := events.ParseCommit(m.Headers(), m.Data(), 0); err == nil {
+				want.LastSeq, want.Digest, want.Chain = c.Last, c.Digest.String(), c.Chain.String()
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		r, err := e.Erase(ctx, erasure.Request{Session: session, Reason: "damaged", By: "ann"})
+		if err != nil {
+			t.Errorf("%s: %v", session, err)
+			continue
+		}
+		if r.LastSeq != want.LastSeq || r.Digest != want.Digest || r.Chain != want.Chain || r.Messages != messages {
+			t.Errorf("%s: the tombstone says %d %s %s, want %d %s %s; %d messages, want %d", session, r.LastSeq, r.Digest, r.Chain, want.LastSeq, want.Digest, want.Chain, r.Messages, messages)
+		}
+		if session == "at the end" && r.LastSeq != 2 {
+			t.Errorf("%s: last seq %d", session, r.LastSeq)
+		}
+	}
+	if rep := w.all(audit.Options{Wait: 20 * time.Second}); !rep.OK() || len(rep.Erased) != 3 {
+		t.Errorf("erased %v, findings %v", rep.Erased, rep.Findings)
+	}
 }

@@ -14,7 +14,7 @@ import (
 // How much of a session's log is folded before the pages that it made are reduced to their
 // hashes, in bytes, so that a long session takes the memory of its nodes and not of its
 // messages: leastShed where many sessions are in memory, mostShed where it is alone.
-const leastShed, mostShed = 128 << 10, 8 << 20
+const leastShed, mostShed = 64 << 10, 8 << 20
 
 // pageID is the SHA-256 of a page's value.
 type pageID [sha256.Size]byte

@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"palimpsest/internal/events"
@@ -25,13 +26,14 @@ const (
 
 // IsFile reports whether a name is that of a session file or an archive that is there.
 func IsFile(name string) bool {
-	for _, ext := range []string{".jsonl", ".jsonl.zst", ArchiveExt} {
-		if strings.HasSuffix(name, ext) {
-			st, err := os.Stat(name)
-			return err == nil && st.Mode().IsRegular()
-		}
-	}
-	return false
+	st, err := os.Stat(name)
+	return NamesFile(name) && err == nil && st.Mode().IsRegular()
+}
+
+// NamesFile reports whether a name ends as session files and archives do. A session may have such
+// an id, too.
+func NamesFile(name string) bool {
+	return slices.ContainsFunc([]string{".jsonl", ".jsonl.zst", ArchiveExt}, func(ext string) bool { return strings.HasSuffix(name, ext) })
 }
 
 // Files verifies session files and archives, without a store. A session file has its rules and

@@ -11,15 +11,17 @@ import (
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
+	"palimpsest/internal/snapshot"
 )
 
 const (
 	// readAhead bounds the messages that wait to be verified, in bytes of messages of average
 	// size, over all partitions that are read at a time.
 	readAhead = 16 << 20
-	// heldBytes is what the messages of all sessions of a group may take in memory, when there
-	// are not too many of them.
-	heldBytes = 64 << 20
+	// sessionBytes is what a session takes in memory whatever is in it, about.
+	sessionBytes = 2 << 10
+	// headerBytes is about how much of a stored message is not the commit's body.
+	headerBytes = 600
 	// finishing is how many sessions of a partition are compared with their heads at a time.
 	finishing = 8
 	// quiet is how long a partition says nothing before it is asked whether there is more.
@@ -33,29 +35,51 @@ func (a *Auditor) stream(ctx context.Context, ids []string, logged map[string]ui
 	if err != nil {
 		return err
 	}
-	pull := pullOf(info, out.o.Parallel)
+	// Of a session its newest messages are in memory, and what was not let go of yet.
+	var body int64
+	if n := info.State.Msgs; n > 0 {
+		body = max(64, int64(info.State.Bytes/n)-headerBytes)
+	}
+	weight := func(id string) int64 {
+		return sessionBytes + min(body*int64(min(logged[id], mostShed)), leastShed+snapshot.PageTarget)
+	}
 	parts := make([][]string, a.log.Partitions())
+	weights := make([]int64, len(parts))
 	for _, id := range ids {
 		p := a.log.Partition(id)
 		parts[p] = append(parts[p], id)
+		weights[p] += weight(id)
 	}
+	// The more partitions are read at a time, the more they share of what the server loads. One
+	// that is read twice costs more than that.
+	at := int(max(1, min(int64(out.o.Parallel), out.o.Memory/max(1, slices.Max(weights)))))
 	var groups []group
-	most := max(1, out.o.Held/out.o.Parallel)
 	for p, ids := range parts {
-		for len(ids) > 0 {
-			n := min(most, len(ids))
-			groups = append(groups, group{p, ids[:n], slices.ContainsFunc(ids[:n], func(id string) bool { return logged[id] > 0 })})
-			ids = ids[n:]
+		g := group{partition: p}
+		var taken int64
+		for _, id := range ids {
+			w := weight(id)
+			if taken+w > out.o.Memory/int64(at) && taken > 0 {
+				groups = append(groups, g)
+				g, taken = group{partition: p}, 0
+			}
+			taken += w
+			g.ids, g.logged = append(g.ids, id), g.logged || logged[id] > 0
+		}
+		if len(g.ids) > 0 {
+			groups = append(groups, g)
 		}
 	}
-	return parallel(ctx, out.o.Parallel, groups, func(g group) error {
+	pull := pullOf(info, at)
+	return parallel(ctx, at, groups, func(g group) error {
+		g.shedAt = max(leastShed, min(mostShed, out.o.Memory/4/int64(at*len(g.ids))))
 		return a.group(ctx, g, info.State.LastSeq, pull, out)
 	})
 }
 
 // pullOf is how many messages are asked for at a time, where some partitions are read at once.
 func pullOf(info *jetstream.StreamInfo, parallel int) int {
-	const most = 256
+	const most = 2048 // Follow asks for fewer where they are large
 	n := info.State.Msgs
 	if n == 0 {
 		return most
@@ -67,7 +91,8 @@ func pullOf(info *jetstream.StreamInfo, parallel int) int {
 type group struct {
 	partition int
 	ids       []string
-	logged    bool // at least one has events
+	logged    bool  // at least one has events
+	shedAt    int64 // see verifier
 }
 
 func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out *collector) error {
@@ -77,7 +102,7 @@ func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out 
 		v, err := a.begin(ctx, id)
 		if err == nil {
 			v.trust(out.o, out.kept[id])
-			v.shedAt = max(leastShed, min(mostShed, heldBytes/int64(len(g.ids))))
+			v.shedAt = g.shedAt
 			mu.Lock()
 			vs[id] = v
 			mu.Unlock()

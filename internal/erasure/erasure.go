@@ -164,19 +164,17 @@ func (e *Eraser) bury(ctx context.Context, r Request) (*events.Tombstone, uint64
 			return t, bad.StreamSeq, err
 		case errors.As(err, &bad): // what is damaged can be erased, too; its end is that of what is good
 			after = bad.StreamSeq
+			if err := e.seed(ctx, t); err != nil && !errors.Is(err, events.ErrSessionNotFound) {
+				return nil, 0, err
+			}
 			if err := e.good(ctx, t); err != nil {
 				return nil, 0, err
 			}
 		case err != nil:
 			return nil, 0, err
 		case last == nil:
-			h, err := e.headers.Get(ctx, r.Session)
-			if err != nil && !errors.Is(err, &events.Error{Code: events.CodeCorrupt}) {
+			if err := e.seed(ctx, t); err != nil {
 				return nil, 0, err
-			}
-			t.Digest = events.SeedDigest(r.Session).String()
-			if h != nil {
-				t.Chain = events.SeedChain(r.Session, h.Raw).String()
 			}
 		default:
 			after, t.LastSeq, t.Digest, t.Chain = last.StreamSeq, last.Last, last.Digest.String(), last.Chain.String()
@@ -195,6 +193,20 @@ func (e *Eraser) bury(ctx context.Context, r Request) (*events.Tombstone, uint64
 		}
 	}
 	return nil, 0, &events.Error{Code: events.CodeOverloaded, Session: r.Session, Detail: "others appended to the session each time; stop its writer and try again"}
+}
+
+// seed puts what both chains start from into a tombstone, for a log without a commit. A header that
+// cannot be read has no chain.
+func (e *Eraser) seed(ctx context.Context, t *events.Tombstone) error {
+	t.Digest = events.SeedDigest(t.Session).String()
+	h, err := e.headers.Get(ctx, t.Session)
+	if h != nil {
+		t.Chain = events.SeedChain(t.Session, h.Raw).String()
+	}
+	if errors.Is(err, &events.Error{Code: events.CodeCorrupt}) {
+		return nil
+	}
+	return err
 }
 
 // good puts the end of what can be read of a damaged log into a tombstone.
@@ -408,3 +420,17 @@ func (e *Eraser) fill(ctx context.Context, bucket string) error {
 
 // Subject is where the record of a session's erasure lies.
 func Subject(session string) string { return prefix + events.Token(session) }
+
+// Sessions returns the ids of the sessions whose erasure is on record, unordered.
+func Sessions(ctx context.Context, j *journal.Journal) (ids []string, err error) {
+	err = j.Each(ctx, Stream, prefix+"*", func(m jetstream.Msg) error {
+		if id, err := events.SessionOf(strings.TrimPrefix(m.Subject(), prefix)); err == nil {
+			ids = append(ids, id)
+		}
+		return nil
+	})
+	if journal.StreamMissing(err) {
+		return nil, nil
+	}
+	return ids, err
+}

@@ -7,11 +7,12 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
-	"github.com/synadia-io/orbit.go/jetstreamext"
+	"github.com/synadia-io/orbit.go/natsext"
 
 	"palimpsest/internal/events"
 )
@@ -90,9 +91,7 @@ func (j *Journal) leaderMessage(ctx context.Context, stream string, req map[stri
 	}
 	m := &jetstream.RawStreamMsg{Subject: got.Message.Subject, Sequence: got.Message.Seq, Data: got.Message.Data, Time: got.Message.Time}
 	if len(got.Message.Header) > 0 {
-		if m.Header, err = nats.DecodeHeadersMsg(got.Message.Header); err != nil {
-			return nil, fmt.Errorf("stream sequence %d: %w", m.Sequence, err)
-		}
+		m.Header, _ = nats.DecodeHeadersMsg(got.Message.Header) // a message without headers is no commit
 	}
 	return m, nil
 }
@@ -126,15 +125,15 @@ func (e *MalformedError) Unwrap() error { return e.Err }
 // Read calls f for the session's commits behind a stream sequence, in order, as far as the
 // replica that answers has them. A malformed message ends it with a *MalformedError.
 func (j *Journal) Read(ctx context.Context, session string, after uint64, f func(*events.Commit) error) error {
-	return j.readFrom(ctx, session, jetstreamext.GetBatchSeq(after+1), f)
+	return j.readFrom(ctx, session, batchStart{Seq: after + 1}, f)
 }
 
 // Since is Read for the commits that were stored from a point in time on, by the server's clock.
 func (j *Journal) Since(ctx context.Context, session string, t time.Time, f func(*events.Commit) error) error {
-	return j.readFrom(ctx, session, jetstreamext.GetBatchStartTime(t), f)
+	return j.readFrom(ctx, session, batchStart{Time: &t}, f)
 }
 
-func (j *Journal) readFrom(ctx context.Context, session string, start jetstreamext.GetBatchOpt, f func(*events.Commit) error) error {
+func (j *Journal) readFrom(ctx context.Context, session string, start batchStart, f func(*events.Commit) error) error {
 	for {
 		msgs, more, err := j.batch(ctx, j.Subject(session), start)
 		if err != nil {
@@ -148,7 +147,7 @@ func (j *Journal) readFrom(ctx context.Context, session string, start jetstreame
 			if err := f(c); err != nil {
 				return err
 			}
-			start = jetstreamext.GetBatchSeq(c.StreamSeq + 1)
+			start = batchStart{Seq: c.StreamSeq + 1}
 		}
 		if !more {
 			return nil
@@ -158,7 +157,7 @@ func (j *Journal) readFrom(ctx context.Context, session string, start jetstreame
 
 // batch reads up to readBatch messages of a subject from a start on, and reports whether there
 // are more.
-func (j *Journal) batch(ctx context.Context, subject string, start jetstreamext.GetBatchOpt) (out []*jetstream.RawStreamMsg, more bool, err error) {
+func (j *Journal) batch(ctx context.Context, subject string, start batchStart) (out []*jetstream.RawStreamMsg, more bool, err error) {
 	return j.batchOf(ctx, j.cfg.Stream, subject, readBatch, readBatchBytes, start)
 }
 
@@ -166,7 +165,7 @@ func (j *Journal) batch(ctx context.Context, subject string, start jetstreamext.
 // keys too, in the order in which they were written: those of the keys that match a filter, from
 // a revision on. more reports whether there are others behind them.
 func (j *Journal) BucketBatch(ctx context.Context, bucket, filter string, from uint64, most int) (out []*jetstream.RawStreamMsg, more bool, err error) {
-	return j.batchOf(ctx, "KV_"+bucket, "$KV."+bucket+"."+filter, most, bucketBatchBytes, jetstreamext.GetBatchSeq(from))
+	return j.batchOf(ctx, "KV_"+bucket, "$KV."+bucket+"."+filter, most, bucketBatchBytes, batchStart{Seq: from})
 }
 
 // bucketBatchBytes is how many bytes of messages a batch of a bucket has, about: for each batch
@@ -183,38 +182,102 @@ func (j *Journal) BucketHas(ctx context.Context, bucket, filter string, from uin
 	if err != nil {
 		return false, j.unavailable(err)
 	}
-	switch status := m.Header.Get("Status"); status {
-	case "":
+	switch status := m.Header.Get("Status"); {
+	case status == "", m.Header.Get(jetstream.SequenceHeader) != "": // the status is the message's own
 		return true, nil
-	case "404":
+	case status == "404":
 		return false, nil
 	default:
 		return false, j.unavailable(fmt.Errorf("bucket %s: status %s %s", bucket, status, m.Header.Get("Description")))
 	}
 }
 
-func (j *Journal) batchOf(ctx context.Context, stream, subject string, most, mostBytes int, start jetstreamext.GetBatchOpt) (out []*jetstream.RawStreamMsg, more bool, err error) {
+// batchStart is where a batch begins: at a stream sequence, or at a point in time.
+type batchStart struct {
+	Seq  uint64     `json:"seq,omitempty"`
+	Time *time.Time `json:"start_time,omitempty"`
+}
+
+func (j *Journal) batchOf(ctx context.Context, stream, subject string, most, mostBytes int, start batchStart) (out []*jetstream.RawStreamMsg, more bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, j.cfg.ReadTimeout)
 	defer cancel()
-	msgs, err := jetstreamext.GetBatch(ctx, j.js, stream, most,
-		jetstreamext.GetBatchSubject(subject), start, jetstreamext.GetBatchMaxBytes(mostBytes))
+	req, err := json.Marshal(struct {
+		batchStart
+		NextFor  string `json:"next_by_subj"`
+		Batch    int    `json:"batch"`
+		MaxBytes int    `json:"max_bytes"`
+	}{start, subject, most, mostBytes})
+	if err != nil {
+		return nil, false, err
+	}
+	msgs, err := natsext.RequestMany(ctx, j.conns.Read, j.cfg.APIPrefix+".DIRECT.GET."+stream, req)
 	if err != nil {
 		return nil, false, j.unavailable(err)
 	}
 	for m, err := range msgs {
-		switch {
-		case errors.Is(err, jetstreamext.ErrNoMessages), errors.Is(err, jetstream.ErrMsgNotFound):
-			return out, false, nil
-		case err != nil:
+		if err != nil {
 			return nil, false, j.unavailable(err)
 		}
-		out = append(out, m)
-		more = m.Header.Get("Nats-Num-Pending") != "0"
+		got, pending, err := batched(m)
+		switch status := m.Header.Get("Status"); {
+		case err == nil:
+			out, more = append(out, got), pending > 0
+		case m.Header != nil && status == "204": // the end of the batch
+			return out, more, nil
+		case m.Header != nil && status == "404":
+			return out, false, nil
+		case m.Header != nil && status != "":
+			return nil, false, j.unavailable(fmt.Errorf("stream %s: status %s %s", stream, status, m.Header.Get("Description")))
+		case len(out) > 0: // up to here it can be read
+			return out, true, nil
+		default:
+			return j.unreadable(ctx, stream, subject, start)
+		}
 	}
 	if err := ctx.Err(); err != nil && len(out) == 0 { // no answer, which is not the log's end
 		return nil, false, j.unavailable(err)
 	}
 	return out, more, nil
+}
+
+// batched reads a message of a batch. The server says what it is and where it lies in headers that
+// it puts behind those of the message, which may have some of the same names: the last ones count.
+// An error says that it is none: the server's word on the batch, or a message whose headers the
+// client cannot read.
+func batched(m *nats.Msg) (*jetstream.RawStreamMsg, uint64, error) {
+	last := func(name string) string {
+		if v := m.Header[name]; len(v) > 0 {
+			return v[len(v)-1]
+		}
+		return ""
+	}
+	seq, err := strconv.ParseUint(last(jetstream.SequenceHeader), 10, 64)
+	if err != nil {
+		return nil, 0, fmt.Errorf("header %s: %w", jetstream.SequenceHeader, err)
+	}
+	pending, err := strconv.ParseUint(last("Nats-Num-Pending"), 10, 64)
+	if err != nil {
+		return nil, 0, fmt.Errorf("header Nats-Num-Pending: %w", err)
+	}
+	at, err := time.Parse(time.RFC3339Nano, last(jetstream.TimeStampHeaer))
+	if err != nil {
+		return nil, 0, fmt.Errorf("header %s: %w", jetstream.TimeStampHeaer, err)
+	}
+	return &jetstream.RawStreamMsg{Subject: last(jetstream.SubjectHeader), Sequence: seq, Header: m.Header, Data: m.Data, Time: at}, pending, nil
+}
+
+// unreadable reads the first message of a batch in another way, which needs no headers to say where
+// it lies.
+func (j *Journal) unreadable(ctx context.Context, stream, subject string, start batchStart) ([]*jetstream.RawStreamMsg, bool, error) {
+	req := map[string]any{"seq": start.Seq, "next_by_subj": subject}
+	if start.Time != nil {
+		req = map[string]any{"start_time": start.Time, "next_by_subj": subject}
+	}
+	m, err := j.leaderMessage(ctx, stream, req)
+	if err != nil {
+		return nil, false, err
+	}
+	return []*jetstream.RawStreamMsg{m}, true, nil
 }
 
 // ReadToEnd is Read up to the very end of the log: what a replica does not have yet is read

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net"
 	"slices"
 	"strings"
 	"testing"
@@ -349,6 +350,94 @@ func TestGarbageInTheLogIsNamed(t *testing.T) {
 		_, err = j.Publish(ctx, w.Fork().Commit(session+"-late", 1, 60), before)
 		if code(err) != events.CodeCorrupt {
 			t.Errorf("%s: a publish got %v", name, err)
+		}
+	}
+}
+
+// TestHeadersThatLookLikeTheServersFoolNobody: the server says in headers where a message of a
+// batch lies, and puts them behind those of the message, which may have the same names.
+func TestHeadersThatLookLikeTheServersFoolNobody(t *testing.T) {
+	t.Parallel()
+	s := journaltest.Start(t)
+	j := open(t, s, quick)
+	ctx := journaltest.Context(t)
+	for i, forged := range []nats.Header{
+		{"Nats-Sequence": {"1"}},
+		{"Nats-Sequence": {"no number"}},
+		{"Nats-Sequence": {"9999999"}, "Nats-Last-Sequence": {"9999999"}},
+		{"Nats-Num-Pending": {"0"}},
+		{"Nats-Subject": {j.Subject("another")}, "Nats-Stream": {"OTHER"}},
+		{"Nats-Time-Stamp": {"yesterday"}},
+		{"Status": {"404"}, "Description": {"Message Not Found"}},
+		{"Status": {"204"}, "Description": {"EOB"}},
+		{"Nats-Sequence": {"1", "2"}, "Nats-Num-Pending": {"0", "0"}},
+	} {
+		session := fmt.Sprintf("session-%d", i)
+		w := journaltest.NewWriter(session, nil)
+		commits := []*events.Commit{w.Commit(session+"-a", 1, 60), w.Commit(session+"-b", 2, 60), w.Commit(session+"-c", 1, 60)}
+		for _, c := range commits {
+			msg := &nats.Msg{Subject: j.Subject(session), Header: c.Header(), Data: c.Body}
+			if c == commits[1] {
+				for name, v := range forged {
+					msg.Header[name] = v
+				}
+			}
+			if _, err := j.JetStream().PublishMsg(ctx, msg); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for name, read := range map[string]func(func(*events.Commit) error) error{
+			"Read":       func(f func(*events.Commit) error) error { return j.Read(ctx, session, 0, f) },
+			"Since":      func(f func(*events.Commit) error) error { return j.Since(ctx, session, time.Now().Add(-time.Hour), f) },
+			"LeaderTail": func(f func(*events.Commit) error) error { return j.LeaderTail(ctx, session, 0, f) },
+		} {
+			var got []*events.Commit
+			if err := read(collect(&got)); err != nil || !slices.Equal(ids(got), ids(commits)) {
+				t.Errorf("%v, %s: %v, %v, want %v", forged, name, ids(got), err, ids(commits))
+			}
+			for k := range got {
+				if at := uint64(3*i + k + 1); got[k].StreamSeq != at {
+					t.Errorf("%v, %s: commit %d at stream sequence %d, want %d", forged, name, k, got[k].StreamSeq, at)
+				}
+			}
+		}
+	}
+	// Headers that no client can read: the message is named, and what lies behind it is read.
+	w := journaltest.NewWriter("s", nil)
+	at := store(t, j, 0, w.Commit("before", 1, 60)) + 1
+	raw := "NATS/1.0\r\nno colon\r\n\r\n"
+	conn, err := net.Dial("tcp", s.Addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if _, err := fmt.Fprintf(conn, "CONNECT {\"verbose\":false,\"headers\":true}\r\nHPUB %s %d %d\r\n%shello\r\nPING\r\n", j.Subject("s"), len(raw), len(raw)+5, raw); err != nil {
+		t.Fatal(err)
+	}
+	journaltest.Eventually(t, "the message to be stored", func() bool {
+		_, err := j.Stored(ctx, "s", at)
+		return code(err) == events.CodeCorrupt
+	})
+	store(t, j, at, w.Commit("behind", 1, 60))
+	for name, read := range map[string]func(uint64, func(*events.Commit) error) error{
+		"Read": func(after uint64, f func(*events.Commit) error) error { return j.Read(ctx, "s", after, f) },
+		"Since": func(after uint64, f func(*events.Commit) error) error {
+			if after > 0 {
+				return j.Read(ctx, "s", after, f)
+			}
+			return j.Since(ctx, "s", time.Now().Add(-time.Hour), f)
+		},
+		"LeaderTail": func(after uint64, f func(*events.Commit) error) error { return j.LeaderTail(ctx, "s", after, f) },
+	} {
+		var got []*events.Commit
+		err := read(0, collect(&got))
+		bad, ok := errors.AsType[*MalformedError](err)
+		if !ok || bad.StreamSeq != at || string(bad.Body) != "hello" || len(got) != 1 {
+			t.Errorf("%s: %v after %v", name, err, ids(got))
+			continue
+		}
+		if err := read(at, collect(&got)); err != nil || len(got) != 2 {
+			t.Errorf("%s: behind it: %v, %v", name, ids(got), err)
 		}
 	}
 }

@@ -8,7 +8,6 @@ import (
 	"strings"
 
 	"github.com/nats-io/nats.go/jetstream"
-	"github.com/synadia-io/orbit.go/jetstreamext"
 
 	"palimpsest/internal/events"
 )
@@ -88,7 +87,7 @@ func (j *Journal) replaceType(ctx context.Context, name string, add bool) error 
 func (j *Journal) findType(ctx context.Context, name string) (session string, seq events.Seq, err error) {
 	for from, more := uint64(1), true; more; {
 		var msgs []*jetstream.RawStreamMsg
-		if msgs, more, err = j.batchOf(ctx, j.cfg.Stream, j.cfg.Prefix+".>", readBatch, readBatchBytes, jetstreamext.GetBatchSeq(from)); err != nil {
+		if msgs, more, err = j.batchOf(ctx, j.cfg.Stream, j.cfg.Prefix+".>", readBatch, readBatchBytes, batchStart{Seq: from}); err != nil {
 			return "", 0, err
 		}
 		for _, m := range msgs {

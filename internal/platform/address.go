@@ -19,6 +19,12 @@ func splitListen(listen string) (host string, port int, err error) {
 	return host, port, nil
 }
 
+// CheckListen says what is wrong with a listen address.
+func CheckListen(listen string) error {
+	_, _, err := splitListen(listen)
+	return err
+}
+
 // reachable is the host:port under which this machine reaches a listener; the wildcard is no destination.
 func reachable(addr net.Addr) string {
 	host, port, err := net.SplitHostPort(addr.String())

@@ -7,11 +7,14 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
+	"time"
 )
 
 // Exit codes of Main. A process that was ended by a second signal has 128 plus the signal's number, as a shell
@@ -37,6 +40,17 @@ func (e *ExitError) Error() string {
 }
 
 func (e *ExitError) Unwrap() error { return e.Err }
+
+// AboveZero is a usage error that names the first flag whose value is not above zero, nil when all
+// are.
+func AboveZero[T int64 | time.Duration](flags map[string]T) error {
+	for _, name := range slices.Sorted(maps.Keys(flags)) {
+		if v := flags[name]; v <= 0 {
+			return &ExitError{Code: ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %v", name, v)}
+		}
+	}
+	return nil
+}
 
 // Main runs a program and returns its exit code.
 //

@@ -3,8 +3,7 @@ package projection
 import (
 	"context"
 	"errors"
-
-	"github.com/nats-io/nats.go/jetstream"
+	"time"
 
 	"palimpsest/internal/events"
 )
@@ -26,19 +25,30 @@ func (p *partition) erased(ctx context.Context, session string, cause error) (bo
 		}
 	}
 	delete(p.lost, session)
-	kv := p.b.Snapshots.KV()
-	token := events.Token(session)
-	l, err := kv.ListKeysFiltered(ctx, token, token+".*")
-	if err != nil && !errors.Is(err, jetstream.ErrNoKeysFound) {
-		return true, unavailable("snapshots", err)
-	}
-	if l != nil {
-		for key := range l.Keys() {
-			if err := kv.Purge(ctx, key); err != nil {
-				return true, unavailable("snapshots", err)
-			}
-		}
+	if _, err := p.b.Snapshots.Erase(ctx, session); err != nil {
+		return true, err
 	}
 	p.w.cfg.Logger.Info("session was erased", "session", session)
 	return true, nil
+}
+
+// takeBack takes away what this worker wrote of a session that was erased meanwhile. Who works the
+// partition sees the tombstone behind all that it writes, and needs no such look; who lost the
+// partition, or stops, while a write was under way does not.
+func (p *partition) takeBack(ctx context.Context, session string) {
+	if p.holds() && ctx.Err() == nil && !p.draining.Load() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	_, err := p.w.log.LeaderLast(ctx, session)
+	switch {
+	case errors.Is(err, events.ErrErased):
+		_, err = p.b.Snapshots.Erase(ctx, session)
+	case errors.Is(err, &events.Error{Code: events.CodeCorrupt}):
+		err = nil
+	}
+	if err != nil {
+		p.w.cfg.Logger.Warn("it is not known whether a session was erased while its snapshot was written; `projector sweep` finds what is left", "session", session, "err", err)
+	}
 }

@@ -63,13 +63,17 @@ func (f *Fleet) Feed(ctx context.Context, ff FleetFilter, from uint64) (fd *Feed
 // Newest is the revision up to which the index knew the heads when the feed began.
 func (fd *Feed) Newest() uint64 { return fd.target }
 
-// Quarantined returns those sessions in quarantine that the feed is about: a feed that resumes
-// was not told of what became of them meanwhile.
-func (fd *Feed) Quarantined() (out []FeedChange) {
+// Aside returns those sessions in quarantine that the feed is about, and, where the feed resumes, all
+// that were erased: whoever was away was not told of what became of them.
+func (fd *Feed) Aside() (out []FeedChange) {
 	fd.f.mu.RLock()
 	defer fd.f.mu.RUnlock()
 	fd.f.byID.Scan(func(r *fleetRow) bool {
-		if r.quarantine != nil && r.rev <= fd.rev && fd.match(r) {
+		switch {
+		case r.erased && fd.resumed:
+			fd.remember(r.id, false)
+			out = append(out, FeedChange{FleetRow: r.public(), Left: true})
+		case r.quarantine != nil && r.rev <= fd.rev && fd.match(r):
 			fd.remember(r.id, true)
 			out = append(out, FeedChange{FleetRow: r.public()})
 		}

@@ -291,7 +291,7 @@ func TestFeedTellsOfQuarantineAndItsEnd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if q := late.Quarantined(); len(q) != 1 || q[0].Session != "s" || q[0].Quarantine.Rule != events.RuleUnknownType {
+	if q := late.Aside(); len(q) != 1 || q[0].Session != "s" || q[0].Quarantine.Rule != events.RuleUnknownType {
 		t.Errorf("a feed that begins now says %+v", q)
 	}
 	w.journal([]string{"new/type"})

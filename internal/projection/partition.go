@@ -72,6 +72,7 @@ type partition struct {
 	oldest        atomic.Int64 // Unix ms, when the oldest unflushed event was read; 0 for none
 	count, memory atomic.Int64
 	aside         atomic.Int64 // sessions in quarantine
+	draining      atomic.Bool  // what is written now has no tombstone read behind it
 	follower      atomic.Pointer[journal.Follower]
 	trouble       atomic.Pointer[string]
 }
@@ -777,6 +778,7 @@ func (p *partition) flushWith(ctx context.Context, e *entry) {
 		defer p.w.running.Done()
 		r := result{e: e, seq: f.Seq, news: news, trash: f.Unreferenced}
 		r.rev, r.err = p.write(ctx, f, rev)
+		p.takeBack(ctx, e.session)
 		traced(r.err)
 		<-p.w.writes
 		p.written <- r
@@ -1088,6 +1090,7 @@ func (p *partition) sweep(ctx context.Context, now time.Time) {
 
 // drain flushes what was folded and writes the checkpoint.
 func (p *partition) drain() {
+	p.draining.Store(true)
 	deadline := time.Now().Add(10 * time.Second)
 	ctx, cancel := context.WithDeadline(context.Background(), deadline)
 	defer cancel()

@@ -681,7 +681,7 @@ func TestWatchOverHTTP(t *testing.T) {
 		"a session that is not there":             {"nowhere", "", "", 404, `"session-not-found"`},
 		"a session that is not there, from a seq": {"nowhere", "?from=0", "", 404, `"session-not-found"`},
 		"a bad from":                                {"s", "?from=x", "", 400, `"bad-request"`},
-		"a from before the start":                   {"s", "?from=-2", "", 400, `"bad-request"`},
+		"a from before the start":                   {"s", "?from=-2", "", 400, `or -1 for the log's start`},
 		"a bad id":                                  {"s", "", "x", 400, `"bad-request"`},
 		"a parameter that there is not":             {"s", "?seq=1", "", 400, `"bad-request"`},
 		"a parameter that is given a second time":   {"s", "?from=-1&from=-1", "", 400, `"bad-request"`},

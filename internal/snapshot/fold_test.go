@@ -227,7 +227,7 @@ func checkCuts(t fataler, h *snapshot.Head, index []*snapshot.IndexPage, want []
 // expectInto is what the bucket must hold for a snapshot that was never flushed, on top of base.
 func expectInto(t fataler, s *snapshot.Snapshot, base bucket) bucket {
 	t.Helper()
-	f, err := s.Expect()
+	f, err := s.Expect(nil)
 	if err != nil {
 		t.Fatalf("expect: %v", err)
 	}

@@ -184,7 +184,9 @@ type Flush struct {
 // for granted that it will be: when writing fails the snapshot must be loaded again. An error
 // names an event whose data, read here for the first time, breaks a rule.
 func (s *Snapshot) Flush() (*Flush, error) {
-	f, places, err := s.values()
+	// Room for the tail and a few kilobytes of all else, so that it need not be copied as it grows.
+	places := make([]span, 0, s.Surface.Len()-s.tailAt)
+	f, err := s.values(make([]byte, 0, int(s.tailSize)+128*(s.Surface.Len()-s.tailAt)+2048), &places)
 	if err != nil {
 		return nil, err
 	}
@@ -213,30 +215,27 @@ func (s *Snapshot) Shed() (pages []KV, unreferenced []string, err error) {
 }
 
 // Expect returns what the bucket must hold for the present state, for a snapshot that was
-// folded from the log's start and never flushed. It changes nothing.
-func (s *Snapshot) Expect() (*Flush, error) {
-	f, _, err := s.values()
-	return f, err
-}
+// folded from the log's start and never flushed. It changes nothing. The head may be written
+// into room, which is not overwritten; nil: it gets memory of its own.
+func (s *Snapshot) Expect(room []byte) (*Flush, error) { return s.values(room[len(room):], nil) }
 
 // span is where a message stands in a value; end is 0 for none.
 type span struct{ from, end int }
 
-// values are what is to be written, and where the messages of the tail are in the head.
-func (s *Snapshot) values() (*Flush, []span, error) {
+// values are what is to be written. The head is appended to room; places, when given, gets where the
+// messages of the tail are in it.
+func (s *Snapshot) values(room []byte, places *[]span) (*Flush, error) {
 	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped}
 	var err error
 	if f.Pages, err = s.unwrittenPages(); err != nil {
-		return nil, nil, err
+		return nil, err
 	}
-	// Room for the tail and a few kilobytes of all else, so that it need not be copied as it grows.
-	places := make([]span, 0, s.Surface.Len()-s.tailAt)
-	head, err := s.appendHead(make([]byte, 0, int(s.tailSize)+128*(s.Surface.Len()-s.tailAt)+2048), &places)
+	head, err := s.appendHead(room, places)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	f.Head = KV{events.Token(s.ID), head}
-	return f, places, nil
+	return f, nil
 }
 
 // unwrittenPages are the sealed pages and index pages that the bucket does not have.

@@ -272,6 +272,27 @@ func (s *Store) Remove(ctx context.Context, session string, rev uint64) error {
 	return unavailable(err)
 }
 
+// Erase removes head and pages of a session that was erased, and returns how many keys there were.
+func (s *Store) Erase(ctx context.Context, session string) (n int, err error) {
+	s = s.Pin(ctx)
+	token := events.Token(session)
+	l, err := s.kv.ListKeysFiltered(ctx, token, token+".*")
+	if errors.Is(err, jetstream.ErrNoKeysFound) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, unavailable(err)
+	}
+	for key := range l.Keys() {
+		s.register.pages.Load().Delete(s.cached(key))
+		if err := s.kv.Purge(ctx, key); err != nil {
+			return n, unavailable(err)
+		}
+		n++
+	}
+	return n, ctx.Err()
+}
+
 // Sessions returns the ids of the sessions that have a head, unordered.
 func (s *Store) Sessions(ctx context.Context) ([]string, error) {
 	s = s.Pin(ctx)

@@ -383,3 +383,29 @@ func pour(address, head string, size int, chunked bool) (harness.Answer, int64, 
 	}
 	return harness.Answer{Status: res.StatusCode, Header: res.Header, Body: body}, taken, nil
 }
+
+// TestWrongFlagsAreNamedAtOnce: what no server can mend is said before one is asked.
+func TestWrongFlagsAreNamedAtOnce(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name string
+		args []string
+		want string
+	}{
+		{"projector", []string{"verify", "nope.jsonl"}, "there is no file nope.jsonl"},
+		{"projector", []string{"verify", "s", "nope.tar.zst"}, "there is no file nope.tar.zst"},
+		{"projector", []string{"serve", "--listen", "127.0.0.1:99999"}, "--listen: found \"127.0.0.1:99999\", expected host:port"},
+		{"projector", []string{"serve", "--feed-every=-5ms"}, "--feed-every: expected more than 0, found -5ms"},
+		{"appender", []string{"serve", "--listen", "127.0.0.1:99999"}, "--listen: found \"127.0.0.1:99999\", expected host:port"},
+		{"appender", []string{"serve", "--attest-every=-1s"}, "--attest-every: expected more than 0, found -1s"},
+		{"projector", []string{"status", "--url", "https://127.0.0.1:1", "--ca-file", "nope"}, "--ca-file: open nope"},
+	} {
+		r := harness.Run(t, c.name, append(c.args, "--nats", "nats://127.0.0.1:1")...)
+		if r.Code != 2 || !strings.Contains(r.Stderr, c.want) {
+			t.Errorf("%s %v: exit code %d, want 2 and %s\n%s", c.name, c.args, r.Code, c.want, r.Output())
+		}
+	}
+	if r := harness.Run(t, "projector", "verify", "--ids", "nope.jsonl", "--nats", harness.Appender{}.Start(t).NATS); r.Code != 1 || !strings.Contains(r.Stderr, "nope.jsonl") {
+		t.Errorf("an id that ends as a file does: exit code %d\n%s", r.Code, r.Output())
+	}
+}
