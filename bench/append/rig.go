@@ -63,7 +63,7 @@ func newRig(ctx context.Context, d platform.Durability) (r *rig, err error) {
 		return nil, err
 	}
 	r.stop = append(r.stop, r.conns.Close)
-	if r.journal, err = journal.Open(ctx, journal.Conns{Publish: r.conns.Publish, Read: r.conns.KV}, journal.Config{}, events.DefaultVocabulary()); err != nil {
+	if r.journal, err = journal.Open(ctx, journal.Conns{Publish: r.conns.Publish, Read: r.conns.KV, Made: r.conns.Made}, journal.Config{}, events.DefaultVocabulary()); err != nil {
 		return nil, err
 	}
 	if r.headers, err = r.journal.OpenHeaders(ctx); err != nil {

@@ -114,7 +114,7 @@ func (r *rig) newLog(ctx context.Context, name string, per, sessions, length int
 func (r *rig) openLog(ctx context.Context, name string) (*recorded, error) {
 	l := &recorded{name: name, ends: map[int]uint64{}, parts: map[int]int{}}
 	var err error
-	l.journal, err = journal.Open(ctx, journal.Conns{Publish: r.conns.Publish, Read: r.conns.KV}, journal.Config{Stream: "LOG-" + name, Prefix: "log-" + name}, events.DefaultVocabulary())
+	l.journal, err = journal.Open(ctx, journal.Conns{Publish: r.conns.Publish, Read: r.conns.KV, Made: r.conns.Made}, journal.Config{Stream: "LOG-" + name, Prefix: "log-" + name}, events.DefaultVocabulary())
 	return l, err
 }
 

@@ -85,7 +85,7 @@ func (b *bench) run(ctx context.Context) (err error) {
 	if err := g.Start(ctx); err != nil {
 		return err
 	}
-	j, err := journal.Open(ctx, journal.Conns{Publish: conns.Publish, Read: conns.KV}, journal.Config{}, events.DefaultVocabulary())
+	j, err := journal.Open(ctx, journal.Conns{Publish: conns.Publish, Read: conns.KV, Made: conns.Made}, journal.Config{}, events.DefaultVocabulary())
 	if err != nil {
 		return err
 	}
