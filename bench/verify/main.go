@@ -22,6 +22,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"palimpsest/bench/rig"
 	"palimpsest/internal/audit"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
@@ -169,9 +170,9 @@ func (b *bench) measure(f func() (int64, error)) (result, error) {
 			}
 		}
 	}()
-	cpu, began := cpuTime(), time.Now()
+	cpu, began := rig.CPUTime(), time.Now()
 	n, err := f()
-	r.events, r.wall, r.cpu = n, time.Since(began), cpuTime()-cpu
+	r.events, r.wall, r.cpu = n, time.Since(began), rig.CPUTime()-cpu
 	close(stop)
 	<-sampled
 	return r, err
