@@ -11,7 +11,7 @@ ARGS     ?=
 SEED     ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build image demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-telemetry bench-verify soak scale e2e e2e-scale e2e-compose watch-storm fuzz-http lint vuln verify clean
+.PHONY: help build image demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-telemetry bench-verify soak scale e2e e2e-scale e2e-restore e2e-compose watch-storm fuzz-http lint vuln verify clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ e2e: ## Faults drawn from SEED on a real cluster under load, then check all (SEE
 	@failed=; for seed in $$(echo '$(SEED)' | awk '{ for (i = 1; i <= NF; i++) { n = split($$i, r, /\.\./); for (s = r[1]; s <= (n > 1 ? r[2] : r[1]); s++) print s } }'); do \
 		bin/faults -seed $$seed $(ARGS) || failed="$$failed $$seed"; \
 	done; [ -z "$$failed" ] || { echo "findings with seed$$failed"; exit 1; }
+
+e2e-restore: ## Back up, wipe and restore a store of RESTORE_EVENTS (1000000) events, check all of it
+	RESTORE_EVENTS=$${RESTORE_EVENTS:-1000000} $(GO) test -count=1 -v -timeout 60m -run '^TestAStoreIsRestoredFromItsBackup$$' ./test/e2e
 
 e2e-scale: ## Kill, freeze, add and drain workers, restart servers and clusters under load, in a few minutes
 	PALIMPSEST_LONG=1 $(GO) test -count=1 -v -timeout 20m -run '^TestScale' ./test/e2e
