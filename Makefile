@@ -1,6 +1,8 @@
 # Needs Go and make; the race detector needs a C compiler besides. `make help` lists the targets.
 
 GO       ?= go
+# Of fuzz-http 5m, unless FUZZTIME is given.
+HTTP_FUZZTIME := $(if $(FUZZTIME),$(FUZZTIME),5m)
 FUZZTIME ?= 60s
 NATS     ?= nats://127.0.0.1:4222
 PACKAGES ?= ./...
@@ -9,7 +11,7 @@ ARGS     ?=
 SEED     ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build image demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-verify soak scale e2e e2e-scale e2e-compose watch-storm lint vuln verify clean
+.PHONY: help build image demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-telemetry bench-verify soak scale e2e e2e-scale e2e-restore e2e-compose watch-storm fuzz-http lint vuln verify clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +48,11 @@ fuzz: ## Run every fuzz target for FUZZTIME (60s)
 		done; \
 	done
 
+fuzz-http: ## Send both programs what no client would for FUZZTIME (5m here), watching goroutines and memory
+	@out=$$(mktemp); trap 'rm -f "$$out"' EXIT; \
+	PALIMPSEST_FUZZ_LOG="$$out" $(GO) test -run '^$$' -timeout 0 -parallel 2 -fuzz '^FuzzHTTP$$' -fuzztime $(HTTP_FUZZTIME) ./internal/api; \
+	cat "$$out"
+
 bench: ## Measure the fold and the parser: time and allocations per event
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./internal/session ./internal/events
 
@@ -61,6 +68,10 @@ bench-project: ## Measure projection and reads beside bare consumers, KV writes 
 
 bench-project-flat: ## Measure the bytes written to KV an event, for sessions of up to a million events
 	@$(GO) run ./bench/project --flat $(ARGS)
+
+bench-telemetry: ## Measure what traces and metrics cost, on appends and on projection, in three minutes (BENCH_JSON=1: JSON)
+	@$(GO) run ./bench/append --telemetry $(ARGS)
+	@$(GO) run ./bench/project --telemetry $(ARGS)
 
 bench-verify: ## Measure verify --all beside 32 bare filtered consumers (ARGS='--events 2000000': the heavy run)
 	@$(GO) run ./bench/verify $(ARGS)
@@ -78,6 +89,9 @@ e2e: ## Faults drawn from SEED on a real cluster under load, then check all (SEE
 	@failed=; for seed in $$(echo '$(SEED)' | awk '{ for (i = 1; i <= NF; i++) { n = split($$i, r, /\.\./); for (s = r[1]; s <= (n > 1 ? r[2] : r[1]); s++) print s } }'); do \
 		bin/faults -seed $$seed $(ARGS) || failed="$$failed $$seed"; \
 	done; [ -z "$$failed" ] || { echo "findings with seed$$failed"; exit 1; }
+
+e2e-restore: ## Back up, wipe and restore a store of RESTORE_EVENTS (1000000) events, check all of it
+	RESTORE_EVENTS=$${RESTORE_EVENTS:-1000000} $(GO) test -count=1 -v -timeout 60m -run '^TestAStoreIsRestoredFromItsBackup$$' ./test/e2e
 
 e2e-scale: ## Kill, freeze, add and drain workers, restart servers and clusters under load, in a few minutes
 	PALIMPSEST_LONG=1 $(GO) test -count=1 -v -timeout 20m -run '^TestScale' ./test/e2e

@@ -94,7 +94,7 @@ type services struct{ appender, projector http.Handler }
 
 // handlers wires the two services up over one set of connections.
 func handlers(ctx context.Context, conns *platform.Conns) (services, *projection.Worker, error) {
-	j, err := journal.Open(ctx, journal.Conns{Publish: conns.Publish, Read: conns.KV}, journal.Config{}, events.DefaultVocabulary())
+	j, err := journal.Open(ctx, journal.Conns{Publish: conns.Publish, Read: conns.KV, Made: conns.Made}, journal.Config{}, events.DefaultVocabulary())
 	if err != nil {
 		return services{}, nil, err
 	}

@@ -5,12 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
-	"runtime"
-	"runtime/pprof"
 	"strings"
 	"time"
 
+	"palimpsest/bench/rig"
 	"palimpsest/internal/platform"
 )
 
@@ -24,6 +22,7 @@ type bench struct {
 	Case       string        `help:"Run this case alone." placeholder:"NAME"`
 	Profile    string        `help:"Write a CPU profile of --case, which then runs once for all its rounds, without the baseline." placeholder:"FILE"`
 	MemProfile string        `help:"Write a profile of what was allocated, likewise." placeholder:"FILE" name:"memprofile"`
+	Telemetry  bool          `help:"Measure instead what traces and metrics cost, sent to a collector in this process: in turns with and without."`
 	Flat       bool          `help:"Measure instead how an append depends on the session's length, and the memory of many sessions."`
 	Longest    int           `help:"With --flat: events of the longest session." default:"1000000"`
 	Sessions   int           `help:"With --flat: sessions that are touched for the memory." default:"100000"`
@@ -36,18 +35,19 @@ const timeLimit = 15 * time.Minute
 
 func (b *bench) run(ctx context.Context) (err error) {
 	if err := b.validate(); err != nil {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
+		return rig.Usage(err)
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, timeLimit, fmt.Errorf("the run took more than %s", timeLimit))
 	defer cancel()
-	if b.MemProfile != "" {
-		runtime.MemProfileRate = 0 // until the case runs
+	b.profiles().Hold() // until the case runs
+	if b.Telemetry {
+		return b.telemetry(ctx)
 	}
-	r, err := newRig(ctx, platform.Durability(b.Durability))
+	r, err := newBed(ctx, platform.Durability(b.Durability), nil)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, r.close()) }()
+	defer func() { err = errors.Join(err, r.Close()) }()
 	switch {
 	case b.Flat:
 		err = b.flat(ctx, r)
@@ -65,10 +65,12 @@ func (b *bench) validate() error {
 	switch {
 	case b.Rounds < 1 || b.Time <= 0 || b.Warmup < 0:
 		return errors.New("expected at least one round, a positive --time and no negative --warmup")
-	case (b.Profile != "" || b.MemProfile != "") && b.Case == "":
+	case b.profiles().Wanted() && b.Case == "":
 		return errors.New("a profile is of one case; name it with --case")
 	case b.Flat && b.Case != "":
 		return errors.New("--flat has no cases; leave --case out")
+	case b.Telemetry && (b.Flat || b.Case != ""):
+		return errors.New("--telemetry goes without --flat and --case")
 	case b.Longest < 1000 || b.Sessions < 1:
 		return errors.New("expected --longest of at least 1000 and --sessions of at least 1")
 	}
@@ -79,7 +81,7 @@ func (b *bench) validate() error {
 func (b *bench) say(format string, args ...any) { fmt.Fprintf(b.progress, "# "+format+"\n", args...) }
 
 // compare runs the cases in turns with the baseline and reports their medians.
-func (b *bench) compare(ctx context.Context, r *rig) error {
+func (b *bench) compare(ctx context.Context, r *bed) error {
 	b.say("making sessions")
 	raw, err := r.rawPublishes(ctx)
 	if err != nil {
@@ -94,7 +96,7 @@ func (b *bench) compare(ctx context.Context, r *rig) error {
 			return err
 		}
 	}
-	if b.Profile != "" || b.MemProfile != "" {
+	if b.profiles().Wanted() {
 		return b.profile(ctx, r, cases[0])
 	}
 	results := make([]result, len(cases))
@@ -128,40 +130,21 @@ func pick(cases []*load, name string) ([]*load, error) {
 		}
 		names = append(names, c.name)
 	}
-	return nil, &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("there is no case %q; expected one of %s", name, strings.Join(names, ", "))}
+	return nil, rig.Usage(fmt.Errorf("there is no case %q; expected one of %s", name, strings.Join(names, ", ")))
 }
 
 // profile runs one case under the profilers that were asked for.
-func (b *bench) profile(ctx context.Context, r *rig, c *load) (err error) {
+func (b *bench) profile(ctx context.Context, r *bed, c *load) error {
 	if _, err := r.measure(ctx, c, b.Warmup, b.Warmup); err != nil {
 		return err
 	}
-	if b.MemProfile != "" {
-		runtime.MemProfileRate = 16 << 10
-	}
-	if b.Profile != "" {
-		f, err := os.Create(b.Profile)
-		if err != nil {
-			return err
+	return b.profiles().Run(func() error {
+		s, err := r.measure(ctx, c, 0, b.Time*time.Duration(b.Rounds))
+		if err == nil {
+			fmt.Fprintf(b.out, "%s: %.0f events/s, %.1f allocations an event\n", c.name, s.rate(), s.allocs)
 		}
-		defer f.Close()
-		if err := pprof.StartCPUProfile(f); err != nil {
-			return err
-		}
-	}
-	s, merr := r.measure(ctx, c, 0, b.Time*time.Duration(b.Rounds))
-	pprof.StopCPUProfile()
-	if merr != nil {
-		return merr
-	}
-	fmt.Fprintf(b.out, "%s: %.0f events/s, %.1f allocations an event\n", c.name, s.rate(), s.allocs)
-	if b.MemProfile == "" {
-		return nil
-	}
-	f, err := os.Create(b.MemProfile)
-	if err != nil {
 		return err
-	}
-	runtime.GC() // what was allocated since the last one is not in the profile yet
-	return errors.Join(pprof.Lookup("allocs").WriteTo(f, 0), f.Close())
+	})
 }
+
+func (b *bench) profiles() rig.Profiles { return rig.Profiles{CPU: b.Profile, Mem: b.MemProfile} }

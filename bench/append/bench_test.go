@@ -63,12 +63,26 @@ func TestFlatPrintsOneRatio(t *testing.T) {
 	}
 }
 
+func TestTelemetryIsMeasuredInEveryListedCase(t *testing.T) {
+	var names []string
+	for _, l := range runJSON(t, "--telemetry", "--rounds=1", "--time=100ms", "--warmup=10ms") {
+		names = append(names, l.Name)
+		if l.Unit != "events/s" || l.Value <= 0 || l.Baseline <= 0 || l.Ratio <= 0 {
+			t.Errorf("found %+v", l)
+		}
+	}
+	want := []string{"telemetry/append/api/single", "telemetry/append/api/grouped16", "telemetry/append/nats/single", "telemetry/append/http/single", "telemetry/append/http/ndjson100"}
+	if !slices.Equal(names, want) {
+		t.Errorf("expected %v, found %v", want, names)
+	}
+}
+
 func TestALostEventFailsTheRun(t *testing.T) {
-	r, err := newRig(t.Context(), "")
+	r, err := newBed(t.Context(), "", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer r.close()
+	defer r.Close()
 	ts, err := r.sessions(t.Context(), "s", 2)
 	if err != nil {
 		t.Fatal(err)

@@ -41,7 +41,7 @@ type target struct {
 }
 
 // newTargets names sessions that are not there yet.
-func (r *rig) newTargets(label string, n int) []*target {
+func (r *bed) newTargets(label string, n int) []*target {
 	out := make([]*target, n)
 	for i := range out {
 		out[i] = &target{session: fmt.Sprintf("%s-%04d", label, i)}
@@ -51,7 +51,7 @@ func (r *rig) newTargets(label string, n int) []*target {
 }
 
 // sessions makes sessions that have some events already.
-func (r *rig) sessions(ctx context.Context, label string, n int) ([]*target, error) {
+func (r *bed) sessions(ctx context.Context, label string, n int) ([]*target, error) {
 	out := r.newTargets(label, n)
 	calls := make([]call, n)
 	for i, t := range out {
@@ -116,7 +116,7 @@ func (t *target) done(n int, err error) (int, error) {
 }
 
 // cases are all that is compared with the baseline.
-func (r *rig) cases(ctx context.Context) ([]*load, error) {
+func (r *bed) cases(ctx context.Context) ([]*load, error) {
 	log := r.journal.Config().Stream
 	one := [][]byte{userMessage}
 	single := &load{name: "append/api/single", about: "Go API, 64 writers on 64 sessions", stream: log, listed: true}
@@ -159,7 +159,7 @@ func (r *rig) cases(ctx context.Context) ([]*load, error) {
 	}
 	conns := make([]*nats.Conn, clientConns)
 	for i := range conns {
-		if conns[i], err = r.connect(); err != nil {
+		if conns[i], err = r.Connect(); err != nil {
 			return nil, err
 		}
 	}
@@ -271,12 +271,12 @@ func (c *caller) close(context.Context) error {
 // from the log, and the subject is as long as a session's. What differs from message to message
 // in a log does so here: the commit's id, which is the message id too, and the expected last
 // sequence. Seq, digest and chain stay those of the template.
-func (r *rig) rawPublishes(ctx context.Context) (*load, error) {
+func (r *bed) rawPublishes(ctx context.Context) (*load, error) {
 	ts, err := r.sessions(ctx, "model", writers)
 	if err != nil {
 		return nil, err
 	}
-	nc, err := r.connect()
+	nc, err := r.Connect()
 	if err != nil {
 		return nil, err
 	}

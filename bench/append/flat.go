@@ -9,6 +9,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"palimpsest/bench/rig"
 	"palimpsest/internal/appender"
 )
 
@@ -34,7 +35,7 @@ type lap struct {
 }
 
 func (s *span) of(f func(lap) time.Duration) time.Duration {
-	return time.Duration(median(s.laps, func(l lap) float64 { return float64(f(l)) }))
+	return time.Duration(rig.Median(s.laps, func(l lap) float64 { return float64(f(l)) }))
 }
 
 func (s *span) p50() time.Duration   { return s.of(func(l lap) time.Duration { return l.p50 }) }
@@ -43,7 +44,7 @@ func (s *span) batch() time.Duration { return s.of(func(l lap) time.Duration { r
 
 // flat measures whether an append takes longer the longer its session is, and what many
 // sessions take of memory.
-func (b *bench) flat(ctx context.Context, r *rig) error {
+func (b *bench) flat(ctx context.Context, r *bed) error {
 	spans, err := b.lengths(ctx, r)
 	if err != nil {
 		return err
@@ -51,7 +52,7 @@ func (b *bench) flat(ctx context.Context, r *rig) error {
 	first, last := &spans[0], &spans[len(spans)-1]
 	ratio := func(a, b time.Duration) float64 { return float64(a) / float64(b) }
 	if b.JSON {
-		l := line{"append/flat/1M", round(us(last.p50()), 10), "µs", round(us(first.p50()), 10), round(ratio(last.p50(), first.p50()), 1000)}
+		l := line{"append/flat/1M", rig.Round(rig.Us(last.p50()), 10), "µs", rig.Round(rig.Us(first.p50()), 10), rig.Round(ratio(last.p50(), first.p50()), 1000)}
 		if err := json.NewEncoder(b.out).Encode(l); err != nil {
 			return err
 		}
@@ -62,7 +63,7 @@ func (b *bench) flat(ctx context.Context, r *rig) error {
 	fmt.Fprintf(t, "length\tone event p50\tp99\tratio\t%d events, an event\tratio\t\n", lines)
 	for i := range spans {
 		s := &spans[i]
-		fmt.Fprintf(t, "%d\t%.1f µs\t%.0f µs\t%.2f\t%.2f µs\t%.2f\t\n", s.length, us(s.p50()), us(s.p99()), ratio(s.p50(), first.p50()), us(s.batch()), ratio(s.batch(), first.batch()))
+		fmt.Fprintf(t, "%d\t%.1f µs\t%.0f µs\t%.2f\t%.2f µs\t%.2f\t\n", s.length, rig.Us(s.p50()), rig.Us(s.p99()), ratio(s.p50(), first.p50()), rig.Us(s.batch()), ratio(s.batch(), first.batch()))
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -71,10 +72,8 @@ func (b *bench) flat(ctx context.Context, r *rig) error {
 	return b.memory(ctx, r, b.out)
 }
 
-func us(d time.Duration) float64 { return float64(d) / float64(time.Microsecond) }
-
 // lengths makes sessions of four lengths and appends to them in turn.
-func (b *bench) lengths(ctx context.Context, r *rig) ([]span, error) {
+func (b *bench) lengths(ctx context.Context, r *bed) ([]span, error) {
 	targets := r.newTargets("flat", 4)
 	spans := make([]span, len(targets))
 	for i, n := len(spans)-1, b.Longest; i >= 0; i, n = i-1, n/10 {
@@ -108,7 +107,7 @@ func (b *bench) lengths(ctx context.Context, r *rig) ([]span, error) {
 }
 
 // inTurns appends n times to each session and returns how long that took, for each.
-func inTurns(ctx context.Context, r *rig, spans []span, n int, evs [][]byte) ([]histogram, error) {
+func inTurns(ctx context.Context, r *bed, spans []span, n int, evs [][]byte) ([]histogram, error) {
 	times := make([]histogram, len(spans))
 	for i := range n {
 		for k := range spans { // each comes first as often as the others
@@ -127,7 +126,7 @@ func inTurns(ctx context.Context, r *rig, spans []span, n int, evs [][]byte) ([]
 }
 
 // memory touches many sessions through an appender with a small cache.
-func (b *bench) memory(ctx context.Context, r *rig, out io.Writer) error {
+func (b *bench) memory(ctx context.Context, r *bed, out io.Writer) error {
 	b.say("touching %d sessions", b.Sessions)
 	targets := r.newTargets("touched", b.Sessions)
 	before := heap()

@@ -5,12 +5,10 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"os"
 
-	"github.com/alecthomas/kong"
-
+	"palimpsest/bench/rig"
 	"palimpsest/internal/platform"
 )
 
@@ -22,13 +20,8 @@ func main() {
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	b := bench{out: stdout, progress: stderr}
-	k, err := kong.New(&b, kong.Name("append"), kong.Writers(stdout, stderr),
-		kong.Description("Measures appends, beside raw publishes of the same bytes to the same server."))
-	if err != nil {
+	if err := rig.Parse(&b, "append", "Measures appends, beside raw publishes of the same bytes to the same server.", args, stdout, stderr); err != nil {
 		return err
-	}
-	if _, err := k.Parse(args); err != nil {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("%w; go run ./bench/append --help shows what there is", err)}
 	}
 	return b.run(ctx)
 }

@@ -5,11 +5,11 @@ import (
 	"errors"
 	"math/bits"
 	"runtime"
-	"slices"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
+
+	"palimpsest/bench/rig"
 )
 
 // load is what a case does: each of its calls is repeated by a goroutine of its own, one at a time.
@@ -56,7 +56,7 @@ const (
 
 // measure runs a load: first unmeasured, then measured. What the calls have begun is always
 // finished, so that what was acknowledged is known.
-func (r *rig) measure(ctx context.Context, l *load, warmup, span time.Duration) (s *sample, err error) {
+func (r *bed) measure(ctx context.Context, l *load, warmup, span time.Duration) (s *sample, err error) {
 	defer func() {
 		for _, f := range l.after {
 			err = errors.Join(err, f(ctx))
@@ -98,7 +98,7 @@ func (r *rig) measure(ctx context.Context, l *load, warmup, span time.Duration) 
 	var m0, m1 runtime.MemStats
 	pause(running, warmup)
 	runtime.ReadMemStats(&m0)
-	cpu := cpuTime()
+	cpu := rig.CPUTime()
 	start := time.Now()
 	phase.Store(measuring)
 	pause(running, span)
@@ -107,7 +107,7 @@ func (r *rig) measure(ctx context.Context, l *load, warmup, span time.Duration) 
 	}
 	phase.Store(over)
 	s = &sample{span: time.Since(start)}
-	cpu = cpuTime() - cpu
+	cpu = rig.CPUTime() - cpu
 	runtime.ReadMemStats(&m1)
 	wg.Wait()
 
@@ -136,13 +136,6 @@ func (r *rig) measure(ctx context.Context, l *load, warmup, span time.Duration) 
 	s.cpu = cpu / time.Duration(s.events)
 	s.stored = float64(after-before) / float64(all)
 	return s, nil
-}
-
-// cpuTime is what the process has used so far.
-func cpuTime() time.Duration {
-	var u syscall.Rusage
-	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &u) // fails for other arguments alone
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 func pause(ctx context.Context, d time.Duration) {
@@ -202,17 +195,4 @@ func (h *histogram) quantile(q float64) time.Duration {
 		}
 	}
 	return 0
-}
-
-// median of one number of each sample.
-func median[T any](all []T, of func(T) float64) float64 {
-	v := make([]float64, len(all))
-	for i, s := range all {
-		v[i] = of(s)
-	}
-	slices.Sort(v)
-	if n := len(v); n%2 == 0 {
-		return (v[n/2-1] + v[n/2]) / 2
-	}
-	return v[len(v)/2]
 }

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"text/tabwriter"
 	"time"
+
+	"palimpsest/bench/rig"
 )
 
 // result is a case's samples, each with the baseline that ran just before it.
@@ -15,12 +17,12 @@ type result struct {
 	samples, base []*sample
 }
 
-func (r *result) value() float64    { return median(r.samples, (*sample).rate) }
-func (r *result) baseline() float64 { return median(r.base, (*sample).rate) }
+func (r *result) value() float64    { return rig.Median(r.samples, (*sample).rate) }
+func (r *result) baseline() float64 { return rig.Median(r.base, (*sample).rate) }
 func (r *result) ratio() float64    { return r.value() / r.baseline() }
-func (r *result) byCPU() float64    { return median(r.base, cpu) / median(r.samples, cpu) }
+func (r *result) byCPU() float64    { return rig.Median(r.base, cpu) / rig.Median(r.samples, cpu) }
 
-func cpu(s *sample) float64 { return us(s.cpu) }
+func cpu(s *sample) float64 { return rig.Us(s.cpu) }
 
 // spread is the least and the largest ratio of a round.
 func (r *result) spread() (low, high float64) {
@@ -44,15 +46,13 @@ func printJSON(w io.Writer, results []result) error {
 	enc := json.NewEncoder(w)
 	for i := range results {
 		if r := &results[i]; r.load.listed {
-			if err := enc.Encode(line{r.load.name, round(r.value(), 1), "events/s", round(r.baseline(), 1), round(r.ratio(), 1000)}); err != nil {
+			if err := enc.Encode(line{r.load.name, rig.Round(r.value(), 1), "events/s", rig.Round(r.baseline(), 1), rig.Round(r.ratio(), 1000)}); err != nil {
 				return err
 			}
 		}
 	}
 	return nil
 }
-
-func round(v, parts float64) float64 { return float64(int64(v*parts+0.5)) / parts }
 
 func printTable(w io.Writer, durability string, raw *load, results []result) error {
 	fmt.Fprintf(w, "Appends of user/message events with %d bytes of data; durability %s; medians of %d rounds of %s.\n",
@@ -87,9 +87,9 @@ appender, server and what measures. bytes: growth of the stream's size an event.
 
 func row(w io.Writer, name string, s []*sample, baseline, ratio, spread, byCPU string) {
 	quantile := func(q float64) time.Duration {
-		return time.Duration(median(s, func(s *sample) float64 { return float64(s.times.quantile(q)) })).Round(time.Microsecond)
+		return time.Duration(rig.Median(s, func(s *sample) float64 { return float64(s.times.quantile(q)) })).Round(time.Microsecond)
 	}
-	fmt.Fprintf(w, "%s\t%.0f\t%s\t%s\t%s\t%s\t%s\t%.1f\t%s\t%.1f\t%.0f\t\n", name, median(s, (*sample).rate), baseline, ratio, spread,
+	fmt.Fprintf(w, "%s\t%.0f\t%s\t%s\t%s\t%s\t%s\t%.1f\t%s\t%.1f\t%.0f\t\n", name, rig.Median(s, (*sample).rate), baseline, ratio, spread,
 		quantile(0.5), quantile(0.99),
-		median(s, cpu), byCPU, median(s, func(s *sample) float64 { return s.allocs }), median(s, func(s *sample) float64 { return s.stored }))
+		rig.Median(s, cpu), byCPU, rig.Median(s, func(s *sample) float64 { return s.allocs }), rig.Median(s, func(s *sample) float64 { return s.stored }))
 }

@@ -5,29 +5,25 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"strings"
-	"time"
 
-	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"palimpsest/bench/rig"
 	"palimpsest/internal/api"
 	"palimpsest/internal/appender"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/platform"
 	"palimpsest/internal/snapshot"
+	"palimpsest/internal/telemetry"
 )
 
-// rig is one server on a store of its own and an appender with both of its APIs, put together
+// bed is one server on a store of its own and an appender with both of its APIs, put together
 // as `appender serve` does. Everything is in this process, and talks over loopback TCP as it
 // would between processes.
-type rig struct {
-	dir      string
-	stop     []func(context.Context) error // in the order of start
-	url      string
-	conns    *platform.Conns // the appender's
+type bed struct {
+	*rig.Server
 	js       jetstream.JetStream
 	journal  *journal.Journal
 	headers  *journal.Headers
@@ -40,30 +36,18 @@ type rig struct {
 // rawStream takes the baseline's messages. It has the settings of the appender's stream.
 const rawStream, rawPrefix = "RAW", "raw"
 
-// stopWithin bounds stopping all.
-const stopWithin = 30 * time.Second
-
-func newRig(ctx context.Context, d platform.Durability) (r *rig, err error) {
-	r = &rig{}
+// newBed starts one; tel may be nil.
+func newBed(ctx context.Context, d platform.Durability, tel *telemetry.Telemetry) (r *bed, err error) {
+	r = &bed{}
+	if r.Server, err = rig.Start(ctx, "bench-appender", d); err != nil {
+		return nil, err
+	}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, r.close())
+			err = errors.Join(err, r.Close())
 		}
 	}()
-	if r.dir, err = os.MkdirTemp("", "palimpsest-bench-"); err != nil {
-		return nil, err
-	}
-	server, err := platform.StartServer(platform.EmbedConfig{DataDir: r.dir, Listen: "127.0.0.1:0", Durability: d})
-	if err != nil {
-		return nil, err
-	}
-	r.stop = append(r.stop, server.Shutdown)
-	r.url = server.ClientURL()
-	if r.conns, err = platform.ConnectAll(ctx, platform.ConnsConfig{ConnConfig: platform.ConnConfig{URL: r.url, Name: "bench-appender"}}); err != nil {
-		return nil, err
-	}
-	r.stop = append(r.stop, r.conns.Close)
-	if r.journal, err = journal.Open(ctx, journal.Conns{Publish: r.conns.Publish, Read: r.conns.KV}, journal.Config{}, events.DefaultVocabulary()); err != nil {
+	if r.journal, err = journal.Open(ctx, journal.Conns{Publish: r.Conns.Publish, Read: r.Conns.KV, Made: r.Conns.Made}, journal.Config{}, events.DefaultVocabulary()); err != nil {
 		return nil, err
 	}
 	if r.headers, err = r.journal.OpenHeaders(ctx); err != nil {
@@ -72,25 +56,25 @@ func newRig(ctx context.Context, d platform.Durability) (r *rig, err error) {
 	if r.snaps, err = snapshot.Open(ctx, r.journal.JetStream(), 1); err != nil {
 		return nil, err
 	}
-	r.appender = r.newAppender(appender.Config{})
+	r.appender = r.newAppender(appender.Config{Telemetry: tel})
 	unlisten, err := r.appender.Listen()
 	if err != nil {
 		return nil, err
 	}
-	r.stop = append(r.stop, func(context.Context) error { unlisten(); return nil })
-	services := api.NewAppenderServices(r.conns.Publish[0], r.appender, api.ServiceConfig{})
+	r.OnStop(func(context.Context) error { unlisten(); return nil })
+	services := api.NewAppenderServices(r.Conns.Publish[0], r.appender, api.ServiceConfig{})
 	if err := services.Start(ctx); err != nil {
 		return nil, err
 	}
-	r.stop = append(r.stop, services.Stop)
-	web := platform.Serve(platform.HTTPConfig{Listen: "127.0.0.1:0", Handler: api.NewAppender(r.appender, api.AppenderConfig{})})
+	r.OnStop(services.Stop)
+	web := platform.Serve(platform.HTTPConfig{Listen: "127.0.0.1:0", Handler: api.NewAppender(r.appender, api.AppenderConfig{Edge: &api.Edge{Telemetry: tel}})})
 	if err := web.Start(ctx); err != nil {
 		return nil, err
 	}
-	r.stop = append(r.stop, web.Stop)
+	r.OnStop(web.Stop)
 	r.http = strings.TrimPrefix(web.URL(), "http://")
 
-	nc, err := r.connect()
+	nc, err := r.Connect()
 	if err != nil {
 		return nil, err
 	}
@@ -108,39 +92,14 @@ func newRig(ctx context.Context, d platform.Durability) (r *rig, err error) {
 }
 
 // newAppender returns an appender that is closed with the rig.
-func (r *rig) newAppender(cfg appender.Config) *appender.Appender {
+func (r *bed) newAppender(cfg appender.Config) *appender.Appender {
 	a := appender.New(r.journal, r.headers, r.snaps, cfg)
-	r.stop = append(r.stop, a.Close)
+	r.OnStop(a.Close)
 	return a
 }
 
-// connect opens a connection as a client would, with nats.go's defaults.
-func (r *rig) connect() (*nats.Conn, error) {
-	nc, err := nats.Connect(r.url, nats.Name("bench-client"))
-	if err != nil {
-		return nil, err
-	}
-	r.stop = append(r.stop, func(context.Context) error { nc.Close(); return nil })
-	return nc, nil
-}
-
-// close stops all, the last started first, and removes the store.
-func (r *rig) close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), stopWithin)
-	defer cancel()
-	var errs []error
-	for i := len(r.stop) - 1; i >= 0; i-- {
-		errs = append(errs, r.stop[i](ctx))
-	}
-	r.stop = nil
-	if r.dir != "" {
-		errs = append(errs, os.RemoveAll(r.dir))
-	}
-	return errors.Join(errs...)
-}
-
 // stored returns how many bytes a stream takes.
-func (r *rig) stored(ctx context.Context, stream string) (uint64, error) {
+func (r *bed) stored(ctx context.Context, stream string) (uint64, error) {
 	s, err := r.js.Stream(ctx, stream)
 	if err != nil {
 		return 0, err
@@ -148,7 +107,7 @@ func (r *rig) stored(ctx context.Context, stream string) (uint64, error) {
 	return s.CachedInfo().State.Bytes, nil
 }
 
-func (r *rig) purge(ctx context.Context, stream string) error {
+func (r *bed) purge(ctx context.Context, stream string) error {
 	s, err := r.js.Stream(ctx, stream)
 	if err != nil {
 		return err
@@ -158,7 +117,7 @@ func (r *rig) purge(ctx context.Context, stream string) error {
 
 // verify reads the whole log with the bare client. It returns an error unless every session's
 // seqs are without holes and as many as were acknowledged.
-func (r *rig) verify(ctx context.Context) error {
+func (r *bed) verify(ctx context.Context) error {
 	next := map[string]events.Seq{}
 	s, err := r.js.Stream(ctx, r.journal.Config().Stream)
 	if err != nil {

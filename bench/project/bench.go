@@ -5,14 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
-	"runtime"
-	"runtime/pprof"
 	"slices"
 	"strings"
 	"time"
 
-	"palimpsest/internal/platform"
+	"palimpsest/bench/rig"
 )
 
 // bench is what the command line asks for.
@@ -27,6 +24,7 @@ type bench struct {
 	Profile    string        `help:"Write a CPU profile of --case, which then runs alone, all its rounds." placeholder:"FILE"`
 	MemProfile string        `help:"Write a profile of what was allocated, likewise." placeholder:"FILE" name:"memprofile"`
 	Case       string        `help:"The case to profile: packed1, packed10, bare1, bare10 (their baselines), read/go, read/http or raw, the last three with a surface size behind a slash." placeholder:"NAME"`
+	Telemetry  bool          `help:"Measure instead what traces and metrics cost, sent to a collector in this process: in turns with and without."`
 	Flat       bool          `help:"Measure instead how many bytes are written to KV an event, by the session's length."`
 	Longest    int           `help:"With --flat: events of the longest session." default:"1000000"`
 
@@ -38,16 +36,17 @@ const timeLimit = 20 * time.Minute
 
 func (b *bench) run(ctx context.Context) (err error) {
 	if err := b.validate(); err != nil {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
+		return rig.Usage(err)
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, timeLimit, fmt.Errorf("the run took more than %s", timeLimit))
 	defer cancel()
-	if b.Flat {
+	switch {
+	case b.Flat:
 		return b.flat(ctx)
+	case b.Telemetry:
+		return b.telemetry(ctx)
 	}
-	if b.MemProfile != "" {
-		runtime.MemProfileRate = 0 // until the case runs
-	}
+	b.profiles().Hold() // until the case runs
 	var lines []line
 	if b.wants("fold") && b.Case == "" {
 		b.say("folding")
@@ -56,11 +55,11 @@ func (b *bench) run(ctx context.Context) (err error) {
 		}
 	}
 	if b.wants("project") || b.wants("read") {
-		r, err := newRig(ctx)
+		r, err := newBed(ctx)
 		if err != nil {
 			return err
 		}
-		defer func() { err = errors.Join(err, r.close()) }()
+		defer func() { err = errors.Join(err, r.Close()) }()
 		if b.Case != "" {
 			return b.profile(ctx, r)
 		}
@@ -93,8 +92,10 @@ func (b *bench) validate() error {
 		return errors.New("expected at least one round, one reader and a positive --time")
 	case b.Sessions < 1 || b.Events < 10*b.Sessions || b.Events%(10*b.Sessions) != 0:
 		return fmt.Errorf("expected --events to be a multiple of 10 for each of the %d sessions, found %d", b.Sessions, b.Events)
-	case (b.Profile != "" || b.MemProfile != "") != (b.Case != ""):
+	case b.profiles().Wanted() != (b.Case != ""):
 		return errors.New("a profile is of one case: expected --case together with --profile or --memprofile")
+	case b.Telemetry && (b.Flat || b.Case != "" || b.Only != ""):
+		return errors.New("--telemetry goes without --flat, --case and --only")
 	case b.Longest < 1000:
 		return errors.New("expected --longest of at least 1000")
 	}
@@ -105,19 +106,19 @@ func (b *bench) validate() error {
 func (b *bench) say(format string, args ...any) { fmt.Fprintf(b.progress, "# "+format+"\n", args...) }
 
 // profile runs one case under the profilers that were asked for.
-func (b *bench) profile(ctx context.Context, r *rig) error {
+func (b *bench) profile(ctx context.Context, r *bed) error {
 	var once func() error
 	part, size, _ := strings.Cut(b.Case, "/")
 	switch part {
 	case "packed1", "packed10", "bare1", "bare10":
 		per := map[string]int{"packed1": 1, "packed10": 10, "bare1": 1, "bare10": 10}[part]
-		l, err := r.newLog(ctx, fmt.Sprintf("packed%d", per), per, b.Sessions, b.Events/b.Sessions)
+		l, err := r.newLog(ctx, fmt.Sprintf("packed%d", per), per, b.Sessions, b.Events/b.Sessions, false)
 		if err != nil {
 			return err
 		}
 		var wrote *span // by a projection
 		once = func() error {
-			run := func() (*span, error) { return r.projectOnce(ctx, l) }
+			run := func() (*span, error) { return r.projectOnce(ctx, l, nil) }
 			if strings.HasPrefix(part, "bare") && wrote != nil {
 				run = func() (*span, error) { return r.bare(ctx, l, true, wrote.puts, wrote.bytes) }
 			}
@@ -136,7 +137,7 @@ func (b *bench) profile(ctx context.Context, r *rig) error {
 		}
 		var n int
 		if _, err := fmt.Sscan(size, &n); err != nil || n < 1 {
-			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--case %s: expected read/go/<surface size>, read/http/<surface size> or raw/<surface size>", b.Case)}
+			return rig.Usage(fmt.Errorf("--case %s: expected read/go/<surface size>, read/http/<surface size> or raw/<surface size>", b.Case))
 		}
 		s, err := r.newShelf(ctx, n)
 		if err != nil {
@@ -144,7 +145,7 @@ func (b *bench) profile(ctx context.Context, r *rig) error {
 		}
 		read, ok := map[string]func(context.Context, int, *target) error{"go": s.readGo, "http": s.readHTTP, "raw": s.readRaw}[part]
 		if !ok {
-			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--case %s: expected read/go, read/http or raw", b.Case)}
+			return rig.Usage(fmt.Errorf("--case %s: expected read/go, read/http or raw", b.Case))
 		}
 		once = func() error {
 			m, err := s.measure(ctx, b.Readers, b.Time, read)
@@ -154,38 +155,19 @@ func (b *bench) profile(ctx context.Context, r *rig) error {
 			return err
 		}
 	default:
-		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("there is no case %q", b.Case)}
+		return rig.Usage(fmt.Errorf("there is no case %q", b.Case))
 	}
 	if err := once(); err != nil { // warms up
 		return err
 	}
-	if b.MemProfile != "" {
-		runtime.MemProfileRate = 16 << 10
-	}
-	if b.Profile != "" {
-		f, err := os.Create(b.Profile)
-		if err != nil {
-			return err
+	return b.profiles().Run(func() error {
+		for range b.Rounds {
+			if err := once(); err != nil {
+				return err
+			}
 		}
-		defer f.Close()
-		if err := pprof.StartCPUProfile(f); err != nil {
-			return err
-		}
-	}
-	for range b.Rounds {
-		if err := once(); err != nil {
-			pprof.StopCPUProfile()
-			return err
-		}
-	}
-	pprof.StopCPUProfile()
-	if b.MemProfile == "" {
 		return nil
-	}
-	f, err := os.Create(b.MemProfile)
-	if err != nil {
-		return err
-	}
-	runtime.GC() // what was allocated since the last one is not in the profile yet
-	return errors.Join(pprof.Lookup("allocs").WriteTo(f, 0), f.Close())
+	})
 }
+
+func (b *bench) profiles() rig.Profiles { return rig.Profiles{CPU: b.Profile, Mem: b.MemProfile} }

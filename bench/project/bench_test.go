@@ -71,20 +71,20 @@ func TestFlatPrintsEachCadence(t *testing.T) {
 
 func TestALostEventFailsTheRun(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
-	r, err := newRig(t.Context())
+	r, err := newBed(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer r.close()
-	l, err := r.newLog(t.Context(), "packed10", 10, 2, 20)
+	defer r.Close()
+	l, err := r.newLog(t.Context(), "packed10", 10, 2, 20, false)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.projectOnce(t.Context(), l); err != nil {
+	if _, err := r.projectOnce(t.Context(), l, nil); err != nil {
 		t.Fatal(err)
 	}
 	l.authors[1].next++
-	if _, err := r.projectOnce(t.Context(), l); err == nil || !strings.Contains(err.Error(), l.authors[1].session) {
+	if _, err := r.projectOnce(t.Context(), l, nil); err == nil || !strings.Contains(err.Error(), l.authors[1].session) {
 		t.Errorf("expected an error about session %s, found %v", l.authors[1].session, err)
 	}
 }
@@ -111,5 +111,18 @@ func TestTheLogKeepsEveryRule(t *testing.T) {
 		if err := e.Check(events.Format3); err != nil || len(e.Data()) != dataBytes {
 			t.Errorf("%v, %d bytes of data: %s", err, len(e.Data()), fmt.Sprint(string(line)))
 		}
+	}
+}
+
+func TestTelemetryIsMeasuredInBothPackings(t *testing.T) {
+	var names []string
+	for _, l := range runJSON(t, "--telemetry", "--rounds=1", "--events=2000", "--sessions=20") {
+		names = append(names, l.Name)
+		if l.Unit != "events/s" || l.Value <= 0 || l.Baseline <= 0 || l.CPURatio <= 0 {
+			t.Errorf("found %+v", l)
+		}
+	}
+	if want := []string{"telemetry/project/packed1", "telemetry/project/packed10"}; !slices.Equal(names, want) {
+		t.Errorf("expected %v, found %v", want, names)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"text/tabwriter"
 
+	"palimpsest/bench/rig"
 	"palimpsest/internal/events"
 	"palimpsest/internal/snapshot"
 	"palimpsest/internal/surface"
@@ -87,9 +88,9 @@ func (b *bench) flat(ctx context.Context) error {
 				fmt.Fprintf(t, "%.2f\t%.2f\t\n", last/per[0], last/per[1])
 			}
 			if size == flatData && every == flatEvery {
-				out = append(out, line{Name: "kvbytes/flat", Value: round(last, 1), Unit: "bytes/event", Baseline: round(per[0], 1), Ratio: round(last/per[0], 1000)})
+				out = append(out, line{Name: "kvbytes/flat", Value: rig.Round(last, 1), Unit: "bytes/event", Baseline: rig.Round(per[0], 1), Ratio: rig.Round(last/per[0], 1000)})
 			}
-			out = append(out, line{Name: fmt.Sprintf("kvbytes/data%d/every%d", size, every), Value: round(last, 1), Unit: "bytes/event", Baseline: round(per[0], 1), Ratio: round(last/per[0], 1000)})
+			out = append(out, line{Name: fmt.Sprintf("kvbytes/data%d/every%d", size, every), Value: rig.Round(last, 1), Unit: "bytes/event", Baseline: rig.Round(per[0], 1), Ratio: rig.Round(last/per[0], 1000)})
 		}
 	}
 	if b.JSON {

@@ -6,6 +6,7 @@ import (
 	"runtime"
 	"time"
 
+	"palimpsest/bench/rig"
 	"palimpsest/internal/events"
 	"palimpsest/internal/lifecycle"
 	"palimpsest/internal/session"
@@ -113,11 +114,11 @@ func foldLines(ctx context.Context, rounds int) ([]line, error) {
 				return nil, context.Cause(ctx)
 			}
 		}
-		at := func(i int) float64 { return median(laps[i], func(l lap) float64 { return l.ns }) }
+		at := func(i int) float64 { return rig.Median(laps[i], func(l lap) float64 { return l.ns }) }
 		last := len(laps) - 1
-		allocs := round(median(laps[last], func(l lap) float64 { return l.allocs }), 10)
+		allocs := rig.Round(rig.Median(laps[last], func(l lap) float64 { return l.allocs }), 10)
 		out = append(out, line{
-			Name: name, Value: round(at(last), 1), Unit: "ns/event", Baseline: round(at(0), 1), Ratio: round(at(last)/at(0), 1000), Allocs: &allocs,
+			Name: name, Value: rig.Round(at(last), 1), Unit: "ns/event", Baseline: rig.Round(at(0), 1), Ratio: rig.Round(at(last)/at(0), 1000), Allocs: &allocs,
 			about: fmt.Sprintf("%s; %.0f ns at %d nodes, %.0f at %d, %.0f at %d", about, at(0), foldSizes[0], at(1), foldSizes[1], at(2), foldSizes[2]),
 		})
 	}

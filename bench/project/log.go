@@ -64,6 +64,7 @@ type author struct {
 	next    events.Seq
 	digest  events.Digest
 	chain   events.Digest
+	traced  bool // its commits tell of the span that stored them
 }
 
 func newAuthor(session string, header []byte) *author {
@@ -75,6 +76,9 @@ func (a *author) commit(n, size int) *events.Commit {
 	c := &events.Commit{
 		ID: fmt.Sprintf("bench-%s-%016d", a.session, a.next), Session: a.session, Actor: events.NoActor,
 		Time: "2026-01-01T00:00:04.000Z", Format: events.Format3, First: a.next, Last: a.next + events.Seq(n) - 1,
+	}
+	if a.traced {
+		c.Trace = fmt.Sprintf("00-%032x-%016x-01", int64(a.next)+1, int64(a.next)+1)
 	}
 	for range n {
 		c.Body = appendEvent(c.Body, int(a.next), size)

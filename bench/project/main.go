@@ -7,12 +7,10 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"os"
 
-	"github.com/alecthomas/kong"
-
+	"palimpsest/bench/rig"
 	"palimpsest/internal/platform"
 )
 
@@ -24,13 +22,8 @@ func main() {
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	b := bench{out: stdout, progress: stderr}
-	k, err := kong.New(&b, kong.Name("project"), kong.Writers(stdout, stderr),
-		kong.Description("Measures projection and reads, beside bare consumers, KV writes and KV reads of the same bytes at the same server."))
-	if err != nil {
+	if err := rig.Parse(&b, "project", "Measures projection and reads, beside bare consumers, KV writes and KV reads of the same bytes at the same server.", args, stdout, stderr); err != nil {
 		return err
-	}
-	if _, err := k.Parse(args); err != nil {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("%w; go run ./bench/project --help shows what there is", err)}
 	}
 	return b.run(ctx)
 }

@@ -11,9 +11,11 @@ import (
 
 	"github.com/nats-io/nats.go/jetstream"
 
+	"palimpsest/bench/rig"
 	"palimpsest/internal/events"
 	"palimpsest/internal/projection"
 	"palimpsest/internal/snapshot"
+	"palimpsest/internal/telemetry"
 )
 
 const (
@@ -37,25 +39,25 @@ func cpuOf(s *span) float64           { return float64(s.cpu) / float64(s.events
 // clock measures a run of f.
 func clock(n int, f func() error) (*span, error) {
 	runtime.GC() // so that nobody pays for the garbage of the one before
-	cpu, start := cpuTime(), time.Now()
+	cpu, start := rig.CPUTime(), time.Now()
 	err := f()
-	return &span{events: n, took: time.Since(start), cpu: cpuTime() - cpu}, err
+	return &span{events: n, took: time.Since(start), cpu: rig.CPUTime() - cpu}, err
 }
 
 // project measures both packings in turns with their baselines.
-func (b *bench) project(ctx context.Context, r *rig) ([]line, error) {
+func (b *bench) project(ctx context.Context, r *bed) ([]line, error) {
 	var out []line
 	for _, per := range []int{1, 10} {
 		name := fmt.Sprintf("packed%d", per)
 		b.say("%s: making a log of %d events", name, b.Events)
-		l, err := r.newLog(ctx, name, per, b.Sessions, b.Events/b.Sessions)
+		l, err := r.newLog(ctx, name, per, b.Sessions, b.Events/b.Sessions, false)
 		if err != nil {
 			return nil, err
 		}
 		var ours, base, alone, unfiltered []*span
 		for round := range b.Rounds {
 			b.say("%s: round %d of %d", name, round+1, b.Rounds)
-			s, err := r.projectOnce(ctx, l)
+			s, err := r.projectOnce(ctx, l, nil)
 			if err != nil {
 				return nil, err
 			}
@@ -72,13 +74,15 @@ func (b *bench) project(ctx context.Context, r *rig) ([]line, error) {
 				*c.into = append(*c.into, got)
 			}
 		}
-		rate := median(base, (*span).rate)
+		rate := rig.Median(base, (*span).rate)
 		per := func(name, about string, s []*span) line {
-			v := median(s, (*span).rate)
-			return line{Name: name, Value: round(v, 1), Unit: "events/s", Baseline: round(rate, 1), Ratio: round(v/rate, 1000),
-				CPURatio: round(median(base, cpuOf)/median(s, cpuOf), 1000), about: about, us: median(s, cpuOf) / 1000}
+			v := rig.Median(s, (*span).rate)
+			return line{Name: name, Value: rig.Round(v, 1), Unit: "events/s", Baseline: rig.Round(rate, 1), Ratio: rig.Round(v/rate, 1000),
+				CPURatio: rig.Round(rig.Median(base, cpuOf)/rig.Median(s, cpuOf), 1000), about: about, us: rig.Median(s, cpuOf) / 1000}
 		}
-		wrote := func(f func(*span) int) float64 { return median(ours, func(s *span) float64 { return float64(f(s)) }) }
+		wrote := func(f func(*span) int) float64 {
+			return rig.Median(ours, func(s *span) float64 { return float64(f(s)) })
+		}
 		out = append(out,
 			per("project/"+name, fmt.Sprintf("read, folded, in heads and checkpointed; %.0f KV writes, %.0f bytes an event", wrote(func(s *span) int { return s.puts }), wrote(func(s *span) int { return s.bytes })/float64(l.events)), ours),
 			per("consumers/"+name, "32 bare ordered consumers of one partition each, no writes", alone),
@@ -88,8 +92,8 @@ func (b *bench) project(ctx context.Context, r *rig) ([]line, error) {
 }
 
 // projectOnce projects a log from nothing: the span ends when every event is in a head and
-// covered by a checkpoint.
-func (r *rig) projectOnce(ctx context.Context, l *recorded) (*span, error) {
+// covered by a checkpoint. tel may be nil.
+func (r *bed) projectOnce(ctx context.Context, l *recorded, tel *telemetry.Telemetry) (*span, error) {
 	buckets, err := r.emptyBuckets(ctx, l)
 	if err != nil {
 		return nil, err
@@ -98,7 +102,7 @@ func (r *rig) projectOnce(ctx context.Context, l *recorded) (*span, error) {
 	at := map[int]uint64{}
 	open := len(l.ends)
 	done := make(chan struct{})
-	w := projection.NewWorker(l.journal, buckets, projection.NewHeads(), projection.Config{Logger: quiet, Signals: projection.Signals{
+	w := projection.NewWorker(l.journal, buckets, projection.NewHeads(), projection.Config{Logger: quiet, Telemetry: tel, Signals: projection.Signals{
 		Checkpointed: func(p int, upTo uint64) {
 			mu.Lock()
 			defer mu.Unlock()
@@ -151,7 +155,7 @@ func (l *recorded) check(ctx context.Context, s *snapshot.Store) error {
 }
 
 // emptyBuckets makes the projection's buckets anew.
-func (r *rig) emptyBuckets(ctx context.Context, l *recorded) (*projection.Buckets, error) {
+func (r *bed) emptyBuckets(ctx context.Context, l *recorded) (*projection.Buckets, error) {
 	js := l.journal.JetStream()
 	for _, name := range []string{snapshot.GenerationsBucket, snapshot.Bucket, projection.CheckpointsBucket, projection.QuarantineBucket} {
 		if err := js.DeleteKeyValue(ctx, name); err != nil && !errors.Is(err, jetstream.ErrBucketNotFound) {
@@ -163,7 +167,7 @@ func (r *rig) emptyBuckets(ctx context.Context, l *recorded) (*projection.Bucket
 
 // bare reads a log with bare ordered consumers, while as many KV values as a projection wrote,
 // with as many bytes in all, are put into a bucket of the same kind.
-func (r *rig) bare(ctx context.Context, l *recorded, filtered bool, puts, bytes int) (*span, error) {
+func (r *bed) bare(ctx context.Context, l *recorded, filtered bool, puts, bytes int) (*span, error) {
 	if err := r.js.DeleteKeyValue(ctx, scratch); err != nil && !errors.Is(err, jetstream.ErrBucketNotFound) {
 		return nil, err
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/nats-io/nats.go/jetstream"
 
+	"palimpsest/bench/rig"
 	"palimpsest/internal/api"
 	"palimpsest/internal/audit"
 	"palimpsest/internal/events"
@@ -48,7 +49,7 @@ type shelf struct {
 }
 
 // newShelf stores sessions with surfaces of n messages and projects them.
-func (r *rig) newShelf(ctx context.Context, n int) (*shelf, error) {
+func (r *bed) newShelf(ctx context.Context, n int) (*shelf, error) {
 	l, err := r.openLog(ctx, fmt.Sprintf("read%d", n))
 	if err != nil {
 		return nil, err
@@ -83,14 +84,14 @@ func (r *rig) newShelf(ctx context.Context, n int) (*shelf, error) {
 	if err := l.finish(ctx, r.js); err != nil {
 		return nil, err
 	}
-	if _, err := r.projectOnce(ctx, l); err != nil {
+	if _, err := r.projectOnce(ctx, l, nil); err != nil {
 		return nil, err
 	}
 	return r.openShelf(ctx, l, n)
 }
 
 // openShelf puts together what serves a log that was projected, as `projector serve` does.
-func (r *rig) openShelf(ctx context.Context, l *recorded, n int) (*shelf, error) {
+func (r *bed) openShelf(ctx context.Context, l *recorded, n int) (*shelf, error) {
 	headers, err := l.journal.OpenHeaders(ctx)
 	if err != nil {
 		return nil, err
@@ -106,11 +107,12 @@ func (r *rig) openShelf(ctx context.Context, l *recorded, n int) (*shelf, error)
 	}
 	w := projection.NewWorker(l.journal, buckets, heads, projection.Config{Logger: quiet}) // only its counters are asked for
 	web := platform.Serve(platform.HTTPConfig{Listen: "127.0.0.1:0", Handler: api.NewProjector(s.reader, w,
-		projection.NewHubs(s.reader, r.conns.Publish[0]), audit.New(l.journal, headers, buckets), api.ProjectorConfig{})})
+		projection.NewHubs(s.reader, r.Conns.Publish[0]), audit.New(l.journal, headers, buckets), api.ProjectorConfig{})})
 	if err := web.Start(ctx); err != nil {
 		return nil, err
 	}
-	r.stop = append(r.stop, web.Stop, func(context.Context) error { s.hangUp(); return nil })
+	r.OnStop(web.Stop)
+	r.OnStop(func(context.Context) error { s.hangUp(); return nil })
 	s.addr = strings.TrimPrefix(web.URL(), "http://")
 	for _, a := range l.authors {
 		snap, _, err := buckets.Snapshots.Load(ctx, a.session, 0)
@@ -213,7 +215,7 @@ func (s *shelf) measure(ctx context.Context, readers int, d time.Duration, read 
 	}
 	times := make([][]time.Duration, readers)
 	runtime.GC() // so that nobody pays for the garbage of the one before
-	cpu, end := cpuTime(), time.Now().Add(d)
+	cpu, end := rig.CPUTime(), time.Now().Add(d)
 	var wg sync.WaitGroup
 	for i := range readers {
 		wg.Go(func() {
@@ -231,7 +233,7 @@ func (s *shelf) measure(ctx context.Context, readers int, d time.Duration, read 
 		})
 	}
 	wg.Wait()
-	cpu = cpuTime() - cpu
+	cpu = rig.CPUTime() - cpu
 	if err := context.Cause(ctx); err != nil && !errors.Is(err, context.Canceled) {
 		return nil, err
 	} else if err != nil {
@@ -239,12 +241,12 @@ func (s *shelf) measure(ctx context.Context, readers int, d time.Duration, read 
 	}
 	m := &reads{times: slices.Concat(times...)}
 	slices.Sort(m.times)
-	m.cpuPer = us(cpu) / float64(len(m.times))
+	m.cpuPer = rig.Us(cpu) / float64(len(m.times))
 	return m, nil
 }
 
 // read measures reads of every size in turns with the baseline.
-func (b *bench) read(ctx context.Context, r *rig) ([]line, error) {
+func (b *bench) read(ctx context.Context, r *bed) ([]line, error) {
 	var out []line
 	worst := map[string]*line{}
 	for _, n := range readSizes {
@@ -272,15 +274,15 @@ func (b *bench) read(ctx context.Context, r *rig) ([]line, error) {
 		}
 		s.hangUp()
 		at := func(name string, q float64) float64 {
-			return median(got[name], func(m *reads) float64 { return us(m.quantile(q)) })
+			return rig.Median(got[name], func(m *reads) float64 { return rig.Us(m.quantile(q)) })
 		}
-		cpu := func(name string) float64 { return median(got[name], func(m *reads) float64 { return m.cpuPer }) }
+		cpu := func(name string) float64 { return rig.Median(got[name], func(m *reads) float64 { return m.cpuPer }) }
 		for _, c := range cases[1:] {
 			l := line{
 				Name: fmt.Sprintf("%s/%d", c.name, n), Unit: "µs",
-				Value: round(at(c.name, 0.5), 1), Baseline: round(at("raw", 0.5), 1), Ratio: round(at(c.name, 0.5)/at("raw", 0.5), 1000),
-				P99: round(at(c.name, 0.99), 1), P99Baseline: round(at("raw", 0.99), 1), P99Ratio: round(at(c.name, 0.99)/at("raw", 0.99), 1000),
-				CPURatio: round(cpu(c.name)/cpu("raw"), 1000), us: cpu(c.name),
+				Value: rig.Round(at(c.name, 0.5), 1), Baseline: rig.Round(at("raw", 0.5), 1), Ratio: rig.Round(at(c.name, 0.5)/at("raw", 0.5), 1000),
+				P99: rig.Round(at(c.name, 0.99), 1), P99Baseline: rig.Round(at("raw", 0.99), 1), P99Ratio: rig.Round(at(c.name, 0.99)/at("raw", 0.99), 1000),
+				CPURatio: rig.Round(cpu(c.name)/cpu("raw"), 1000), us: cpu(c.name),
 				about: fmt.Sprintf("%d sessions of %d keys each", len(s.targets), len(s.targets[0].keys)),
 			}
 			out = append(out, l)

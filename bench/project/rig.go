@@ -5,80 +5,44 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"palimpsest/bench/rig"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
-	"palimpsest/internal/platform"
 )
 
-// rig is one server on a store of its own. Everything is in this process, and talks over
+// bed is one server on a store of its own. Everything is in this process, and talks over
 // loopback TCP as it would between processes.
-type rig struct {
-	dir   string
-	stop  []func(context.Context) error // in the order of start
-	url   string
-	conns *platform.Conns     // the projector's
-	js    jetstream.JetStream // of the bare client
+type bed struct {
+	*rig.Server
+	js jetstream.JetStream // of the bare client
 }
-
-// stopWithin bounds stopping all.
-const stopWithin = 30 * time.Second
 
 // inFlight is how many publishes wait for their acks while a log is made.
 const inFlight = 4096
 
-func newRig(ctx context.Context) (r *rig, err error) {
-	r = &rig{}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, r.close())
-		}
-	}()
-	if r.dir, err = os.MkdirTemp("", "palimpsest-bench-project-"); err != nil {
+func newBed(ctx context.Context) (r *bed, err error) {
+	r = &bed{}
+	if r.Server, err = rig.Start(ctx, "bench-projector", ""); err != nil {
 		return nil, err
 	}
-	server, err := platform.StartServer(platform.EmbedConfig{DataDir: r.dir, Listen: "127.0.0.1:0"})
-	if err != nil {
-		return nil, err
+	if r.js, err = r.connect(); err != nil {
+		return nil, errors.Join(err, r.Close())
 	}
-	r.stop = append(r.stop, server.Shutdown)
-	r.url = server.ClientURL()
-	if r.conns, err = platform.ConnectAll(ctx, platform.ConnsConfig{ConnConfig: platform.ConnConfig{URL: r.url, Name: "bench-projector"}}); err != nil {
-		return nil, err
-	}
-	r.stop = append(r.stop, r.conns.Close)
-	r.js, err = r.connect()
-	return r, err
+	return r, nil
 }
 
-// connect opens a connection as a client would, with nats.go's defaults.
-func (r *rig) connect() (jetstream.JetStream, error) {
-	nc, err := nats.Connect(r.url, nats.Name("bench-client"))
+// connect opens a client's connection for many publishes.
+func (r *bed) connect() (jetstream.JetStream, error) {
+	nc, err := r.Connect()
 	if err != nil {
 		return nil, err
 	}
-	r.stop = append(r.stop, func(context.Context) error { nc.Close(); return nil })
 	return jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(inFlight))
-}
-
-// close stops all, the last started first, and removes the store.
-func (r *rig) close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), stopWithin)
-	defer cancel()
-	var errs []error
-	for i := len(r.stop) - 1; i >= 0; i-- {
-		errs = append(errs, r.stop[i](ctx))
-	}
-	r.stop = nil
-	if r.dir != "" {
-		errs = append(errs, os.RemoveAll(r.dir))
-	}
-	return errors.Join(errs...)
 }
 
 // recorded is a log with all its sessions, and what projecting it must come to.
@@ -92,14 +56,16 @@ type recorded struct {
 	parts   map[int]int    // partition → its commits
 }
 
-// newLog stores a log of sessions that grow in turns, per events a commit. Its sessions have no headers.
-func (r *rig) newLog(ctx context.Context, name string, per, sessions, length int) (*recorded, error) {
+// newLog stores a log of sessions that grow in turns, per events a commit, which are traced or not. Its sessions have no headers.
+func (r *bed) newLog(ctx context.Context, name string, per, sessions, length int, traced bool) (*recorded, error) {
 	l, err := r.openLog(ctx, name)
 	if err != nil {
 		return nil, err
 	}
 	for i := range sessions {
-		l.authors = append(l.authors, newAuthor(fmt.Sprintf("%s-%05d", name, i), nil))
+		a := newAuthor(fmt.Sprintf("%s-%05d", name, i), nil)
+		a.traced = traced
+		l.authors = append(l.authors, a)
 	}
 	for range length / per {
 		for _, a := range l.authors {
@@ -111,10 +77,10 @@ func (r *rig) newLog(ctx context.Context, name string, per, sessions, length int
 	return l, l.finish(ctx, r.js)
 }
 
-func (r *rig) openLog(ctx context.Context, name string) (*recorded, error) {
+func (r *bed) openLog(ctx context.Context, name string) (*recorded, error) {
 	l := &recorded{name: name, ends: map[int]uint64{}, parts: map[int]int{}}
 	var err error
-	l.journal, err = journal.Open(ctx, journal.Conns{Publish: r.conns.Publish, Read: r.conns.KV}, journal.Config{Stream: "LOG-" + name, Prefix: "log-" + name}, events.DefaultVocabulary())
+	l.journal, err = journal.Open(ctx, journal.Conns{Publish: r.Conns.Publish, Read: r.Conns.KV, Made: r.Conns.Made}, journal.Config{Stream: "LOG-" + name, Prefix: "log-" + name}, events.DefaultVocabulary())
 	return l, err
 }
 

@@ -24,6 +24,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"palimpsest/bench/rig"
 	"palimpsest/internal/audit"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
@@ -91,7 +92,7 @@ func (b *bench) run(ctx context.Context) (err error) {
 	if err := g.Start(ctx); err != nil {
 		return err
 	}
-	j, err := journal.Open(ctx, journal.Conns{Publish: conns.Publish, Read: conns.KV}, journal.Config{}, events.DefaultVocabulary())
+	j, err := journal.Open(ctx, journal.Conns{Publish: conns.Publish, Read: conns.KV, Made: conns.Made}, journal.Config{}, events.DefaultVocabulary())
 	if err != nil {
 		return err
 	}
@@ -205,9 +206,9 @@ func (b *bench) measure(name string, last bool, f func() (int64, error)) (r resu
 			}
 		}
 	}()
-	cpu, began := cpuTime(), time.Now()
+	cpu, began := rig.CPUTime(), time.Now()
 	n, err := f()
-	r.events, r.wall, r.cpu = n, time.Since(began), cpuTime()-cpu
+	r.events, r.wall, r.cpu = n, time.Since(began), rig.CPUTime()-cpu
 	close(stop)
 	<-sampled
 	return r, err

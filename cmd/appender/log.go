@@ -77,7 +77,7 @@ func (f storeFlags) bind(ctx context.Context, s *store) error {
 	if err != nil {
 		return err
 	}
-	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
+	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV, Made: s.conns.Made}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
 		return err
 	}
 	if s.headers, err = s.journal.OpenHeaders(ctx); err != nil {

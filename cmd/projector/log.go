@@ -59,7 +59,7 @@ func (f *storeFlags) open(ctx context.Context, name string, g *platform.Group) (
 		f.NATS = s.conns.KV.ConnectedUrl()
 	}
 	// The partitions are read over the connections that an appender publishes on.
-	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
+	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV, Made: s.conns.Made}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
 		return nil, err
 	}
 	if s.headers, err = s.journal.OpenHeaders(ctx); err != nil {

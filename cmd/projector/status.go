@@ -58,6 +58,9 @@ func (c *statusCmd) print(b []byte) error {
 	fmt.Printf("workers: %d\n", len(st.Workers))
 	for _, w := range st.Workers {
 		notes := []string{w.HTTP, fmt.Sprintf("%d of %d partitions", len(w.Partitions), w.Assigned), "renewed " + time.UnixMilli(w.Renewed).UTC().Format(time.RFC3339)}
+		if w.Silent {
+			notes = append(notes, fmt.Sprintf("SILENT for %v", time.Duration(w.SilentMs)*time.Millisecond))
+		}
 		if w.Draining {
 			notes = append(notes, "draining")
 		}
@@ -70,6 +73,9 @@ func (c *statusCmd) print(b []byte) error {
 			worker = *p.Worker
 		}
 		fmt.Printf("%9d %12d %12d %8s %6d ms %9d %12d %11d  %s", p.Partition, p.Read, p.Checkpoint, count(p.Lag), p.OldestUnflushedMs, p.Sessions, p.Bytes, p.Quarantined, worker)
+		if p.SilentSince != nil {
+			fmt.Printf("  silent since %s; the lag is counted from the checkpoint on", time.UnixMilli(*p.SilentSince).UTC().Format(time.RFC3339))
+		}
 		if p.Error != "" {
 			fmt.Printf("  %s", p.Error)
 		}

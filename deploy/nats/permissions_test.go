@@ -3,9 +3,12 @@
 package nats_test
 
 import (
+	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
+	"os"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -13,6 +16,7 @@ import (
 
 	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/micro"
 	"github.com/nats-io/nkeys"
 	"go.uber.org/goleak"
 
@@ -32,13 +36,18 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
+// environment is what server.conf needs.
+var environment = map[string]string{
+	"SERVER_NAME": "one", "APPENDER_PASSWORD": "secret-appender", "PROJECTOR_PASSWORD": "secret-projector",
+	"READER_PASSWORD": "secret-reader", "OPERATOR_PASSWORD": "secret-operator",
+}
+
 // start runs a server with the configuration that is delivered, on a free port.
-func start(t *testing.T) string {
+func start(t *testing.T) (url string, users []*server.User) {
 	t.Helper()
-	for _, role := range []string{"APPENDER", "PROJECTOR", "READER", "OPERATOR"} {
-		t.Setenv(role+"_PASSWORD", "secret-"+strings.ToLower(role))
+	for name, value := range environment {
+		t.Setenv(name, value)
 	}
-	t.Setenv("SERVER_NAME", "one")
 	opts, err := server.ProcessConfigFile("server.conf")
 	if err != nil {
 		t.Fatal(err)
@@ -57,7 +66,7 @@ func start(t *testing.T) string {
 	if !ns.ReadyForConnections(journaltest.Deadline) {
 		t.Fatal("the server does not accept connections")
 	}
-	return ns.ClientURL()
+	return ns.ClientURL(), opts.Users
 }
 
 // user is a connection of one role, with what it was refused.
@@ -134,7 +143,7 @@ func must(t *testing.T, u *user, what string, err error) {
 }
 
 func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
-	url := start(t)
+	url, users := start(t)
 	ctx := journaltest.Context(t)
 	w := connect(t, url, "appender")
 	p := connect(t, url, "projector")
@@ -208,6 +217,8 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 		}
 	}
 
+	checkServiceSubjects(t, r, users)
+
 	// The operator: builds and drops generations, sweeps, erases, and finishes it.
 	olog, oheaders := o.open(t)
 	obuckets, err := projection.OpenBuckets(ctx, olog.JetStream(), 1)
@@ -279,6 +290,96 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 				t.Errorf("%s subscribed to %s: refusals %v", role, subject, said)
 			}
 			_ = sub.Unsubscribe() // was refused
+		}
+	}
+}
+
+// checkServiceSubjects compares what roles may ask and answer with the endpoints that the running
+// services say they have: neither is one missing, nor is there one that nobody answers.
+func checkServiceSubjects(t *testing.T, u *user, users []*server.User) {
+	t.Helper()
+	const prefix = "palimpsest."
+	endpoints := func(service string) (out []string) {
+		m, err := u.RequestWithContext(journaltest.Context(t), "$SRV.INFO."+service, nil)
+		must(t, u, service, err)
+		var info micro.Info
+		if err := json.Unmarshal(m.Data, &info); err != nil {
+			t.Fatal(err)
+		}
+		for _, e := range info.Endpoints {
+			out = append(out, e.Subject)
+		}
+		if len(out) == 0 {
+			t.Errorf("%s has no endpoints", service)
+		}
+		return out
+	}
+	appends, reads := endpoints("palimpsest-appender"), endpoints("palimpsest-projector")
+	answered := append([]string{prefix + "status.*"}, reads...) // the appender's one read, and the projector's
+	news := []string{prefix + "workers", prefix + "worker.>"}
+	const deltas, contended = prefix + "delta.*", prefix + "contended.*"
+	want := map[string]struct{ publish, subscribe []string }{
+		"appender":  {[]string{contended}, append(appends, contended)},
+		"projector": {append(news, deltas), slices.Concat(reads, news, []string{deltas})},
+		"reader":    {answered, []string{deltas}},
+		"operator":  {append(answered, news...), []string{deltas, prefix + "workers"}},
+	}
+	for _, who := range users {
+		for verb, side := range map[string]struct {
+			found *server.SubjectPermission
+			want  []string
+		}{"publish to": {who.Permissions.Publish, want[who.Username].publish}, "subscribe to": {who.Permissions.Subscribe, want[who.Username].subscribe}} {
+			for _, s := range side.found.Allow {
+				if strings.HasPrefix(s, prefix) && !slices.Contains(side.want, s) {
+					t.Errorf("%s may %s %s, which nobody answers or it has no use for", who.Username, verb, s)
+				}
+			}
+			for _, s := range side.want {
+				if !slices.Contains(side.found.Allow, s) {
+					t.Errorf("%s may not %s %s", who.Username, verb, s)
+				}
+			}
+		}
+	}
+}
+
+func TestAServerWithoutAVariableSaysWhichIsMissing(t *testing.T) {
+	conf, err := os.ReadFile("server.conf")
+	if err != nil {
+		t.Fatal(err)
+	}
+	documented, _, _ := strings.Cut(string(conf), "\nserver_name")
+	for missing := range environment {
+		if !strings.Contains(documented, missing) {
+			t.Errorf("the comment at the head of server.conf does not name %s", missing)
+		}
+		for name, value := range environment {
+			t.Setenv(name, value) // is put back at the end
+			if name == missing {
+				if err := os.Unsetenv(name); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if _, err := server.ProcessConfigFile("server.conf"); err == nil || !strings.Contains(err.Error(), "'"+missing+"'") {
+			t.Errorf("without %s: found %v, want an error that names it", missing, err)
+		}
+	}
+}
+
+func TestAPasswordOfDigitsOrAHashIsTakenWithQuotesOfItsOwn(t *testing.T) {
+	for name, value := range environment {
+		t.Setenv(name, value)
+	}
+	for _, password := range []string{"12345", "$2a$11$abcdefghijklmnopqrstuv"} {
+		t.Setenv("OPERATOR_PASSWORD", `"`+password+`"`)
+		opts, err := server.ProcessConfigFile("server.conf")
+		if err != nil {
+			t.Fatal(err)
+		}
+		i := slices.IndexFunc(opts.Users, func(u *server.User) bool { return u.Username == "operator" })
+		if found := opts.Users[i].Password; found != password {
+			t.Errorf("found the password %q, want %q", found, password)
 		}
 	}
 }

@@ -23,7 +23,7 @@ import (
 )
 
 // token is a secret and the line that knows it.
-func token(t *testing.T, name string, grants ...auth.Grant) (secret, line string) {
+func token(t testing.TB, name string, grants ...auth.Grant) (secret, line string) {
 	t.Helper()
 	secret, e, err := auth.NewToken(name, grants, time.Time{})
 	if err != nil {
@@ -40,7 +40,7 @@ func grant(patterns string, scopes ...auth.Scope) auth.Grant {
 	return g
 }
 
-func authenticator(t *testing.T, lines ...string) *auth.Authenticator {
+func authenticator(t testing.TB, lines ...string) *auth.Authenticator {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "tokens")
 	if err := os.WriteFile(path, []byte(strings.Join(lines, "")), 0o600); err != nil {

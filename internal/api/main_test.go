@@ -40,7 +40,7 @@ type world struct {
 	telemetry *telemetry.Telemetry
 }
 
-func newWorld(t *testing.T, tel *telemetry.Telemetry) *world {
+func newWorld(t testing.TB, tel *telemetry.Telemetry) *world {
 	t.Helper()
 	ctx := journaltest.Context(t)
 	srv := journaltest.Start(t)

@@ -91,6 +91,7 @@ func projectorMetrics(w *projection.Worker, r *projection.Reader, reg *prometheu
 		"partitions_owned":         func() float64 { return w.Gauges().Owned },
 		"partitions_unowned":       func() float64 { return w.Gauges().Unowned },
 		"workers":                  func() float64 { return w.Gauges().Workers },
+		"workers_silent":           func() float64 { return w.Gauges().Silent },
 		"sessions_quarantined":     func() float64 { return w.Gauges().Quarantined },
 		"oldest_unflushed_seconds": w.OldestUnflushed,
 		"sessions_in_memory":       func() float64 { return float64(w.SessionsInMemory()) },

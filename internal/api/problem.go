@@ -96,6 +96,7 @@ func (p Problem) retriable() bool {
 func writeProblem(w http.ResponseWriter, err error) {
 	p := ProblemOf(err)
 	w.Header().Set("Content-Type", "application/problem+json")
+	w.Header().Set("X-Content-Type-Options", "nosniff") // also of what no router saw
 	if p.retriable() {
 		w.Header().Set("Retry-After", strconv.Itoa(retryAfter))
 	}

@@ -12,6 +12,7 @@ import (
 	sdkmetric "go.opentelemetry.io/otel/sdk/metric"
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
+	"go.opentelemetry.io/otel/trace"
 
 	"palimpsest/internal/api"
 	"palimpsest/internal/events"
@@ -120,6 +121,33 @@ func TestOneTraceGoesFromTheRequestThroughTheCommitToTheFlush(t *testing.T) {
 		t.Fatal(err)
 	}
 	measured(t, rm)
+	t.Logf("one trace:\n%s", drawn(spans.GetSpans(), commits[0].SpanContext.TraceID()))
+}
+
+// drawn shows the spans of a trace below their parents, with what they are linked to.
+func drawn(all tracetest.SpanStubs, trace trace.TraceID) string {
+	var b strings.Builder
+	var below func(parent string, depth int)
+	below = func(parent string, depth int) {
+		for _, s := range all {
+			if s.SpanContext.TraceID() != trace || s.Parent.SpanID().String() != parent {
+				continue
+			}
+			fmt.Fprintf(&b, "%s%s (%s, span %s, %v)", strings.Repeat("  ", depth), s.Name, s.SpanKind, s.SpanContext.SpanID(), s.EndTime.Sub(s.StartTime))
+			for _, l := range s.Links {
+				fmt.Fprintf(&b, " linked to span %s of trace %s", l.SpanContext.SpanID(), l.SpanContext.TraceID())
+			}
+			b.WriteString("\n")
+			below(s.SpanContext.SpanID().String(), depth+1)
+		}
+	}
+	for _, s := range all {
+		if s.SpanContext.TraceID() == trace && s.Parent.IsRemote() && s.SpanKind.String() == "server" {
+			fmt.Fprintf(&b, "trace %s, begun by the caller's span %s\n", trace, s.Parent.SpanID())
+			below(s.Parent.SpanID().String(), 1)
+		}
+	}
+	return b.String()
 }
 
 // measured checks that there are the three histograms, and no session id on them.

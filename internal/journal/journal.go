@@ -85,6 +85,9 @@ type Conns struct {
 	Publish []*nats.Conn
 	// Read carries reads, the KV buckets and stream management.
 	Read *nats.Conn
+	// Made is how often the connections were made, all together: it MUST have grown before anything
+	// comes over a new one. nil: the connections are asked, which costs a lock on each.
+	Made *atomic.Uint64
 }
 
 // Journal is the log. It is safe for concurrent use.

@@ -379,8 +379,12 @@ func (j *Journal) CommitID(ctx context.Context, streamSeq uint64) (string, error
 	return m.Header.Get(jetstream.MsgIDHeader), nil
 }
 
-// Reconnects is how often the connections were made anew, all that the journal has together.
+// Reconnects grows whenever one of the journal's connections was made anew. It is asked for with
+// every delivery.
 func (j *Journal) Reconnects() uint64 {
+	if j.conns.Made != nil {
+		return j.conns.Made.Load()
+	}
 	n := j.conns.Read.Stats().Reconnects
 	for _, c := range j.conns.Publish {
 		n += c.Stats().Reconnects

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -66,8 +67,38 @@ type ConnConfig struct {
 	ReconnectBuffer int
 	// DrainTimeout bounds how long Drain waits for subscriptions to work off what they were sent. Defaults to 10 s.
 	DrainTimeout time.Duration
+	// Made counts how often the connection was made, before anything comes over it. With a NATS
+	// context, which may bring a dialer of its own, it is not counted. Defaults to nil: nobody counts.
+	Made *atomic.Uint64
 	// Logger takes disconnects, reconnects and asynchronous errors. Defaults to slog.Default().
 	Logger *slog.Logger
+}
+
+// countedDialer and countedServer count the connections that they make.
+type countedDialer struct {
+	net.Dialer
+	made *atomic.Uint64
+}
+
+func (d *countedDialer) Dial(network, address string) (net.Conn, error) {
+	c, err := d.Dialer.Dial(network, address)
+	if err == nil {
+		d.made.Add(1)
+	}
+	return c, err
+}
+
+type countedServer struct {
+	nats.InProcessConnProvider
+	made *atomic.Uint64
+}
+
+func (s countedServer) InProcessConn() (net.Conn, error) {
+	c, err := s.InProcessConnProvider.InProcessConn()
+	if err == nil {
+		s.made.Add(1)
+	}
+	return c, err
 }
 
 func (c ConnConfig) withDefaults() ConnConfig {
@@ -250,8 +281,13 @@ func connOptions(cfg ConnConfig) ([]nats.Option, error) {
 			}
 		}),
 	}
-	if cfg.InProcess != nil {
+	switch {
+	case cfg.InProcess != nil && cfg.Made != nil:
+		options = append(options, nats.InProcessServer(countedServer{cfg.InProcess, cfg.Made}))
+	case cfg.InProcess != nil:
 		options = append(options, nats.InProcessServer(cfg.InProcess))
+	case cfg.Made != nil && cfg.Context == "":
+		options = append(options, nats.SetCustomDialer(&countedDialer{net.Dialer{Timeout: dialTimeout}, cfg.Made}))
 	}
 	// The files are read here so that a missing one is named as such; the client reads them again on reconnect.
 	switch {
@@ -357,6 +393,8 @@ type Conns struct {
 	Publish []*nats.Conn
 	// KV is for key-value buckets and leases, which must not wait behind the bulk.
 	KV *nats.Conn
+	// Made is how often they were made, all together; nil when that is not counted.
+	Made *atomic.Uint64
 }
 
 // ConnectAll opens a program's connections, all or none.
@@ -374,6 +412,10 @@ func ConnectAll(ctx context.Context, cfg ConnsConfig) (*Conns, error) {
 		return Connect(ctx, one)
 	}
 	c := &Conns{}
+	if cfg.Context == "" {
+		c.Made = &atomic.Uint64{}
+		cfg.Made = c.Made
+	}
 	for i := range cfg.Publishers {
 		nc, err := connect(fmt.Sprintf("publish-%d", i))
 		if err != nil {

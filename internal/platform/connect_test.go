@@ -7,6 +7,7 @@ import (
 	"net"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -19,7 +20,11 @@ func TestConnectByTCPAndInProcess(t *testing.T) {
 	s := startEmbedded(t, EmbedConfig{})
 	for name, cfg := range map[string]ConnConfig{"tcp": {URL: s.ClientURL()}, "in process": {InProcess: s}} {
 		t.Run(name, func(t *testing.T) {
+			cfg.Made = &atomic.Uint64{}
 			nc := connect(t, cfg)
+			if cfg.Made.Load() != 1 {
+				t.Errorf("made %d times, want once", cfg.Made.Load())
+			}
 			sub, err := nc.SubscribeSync("echo")
 			if err != nil {
 				t.Fatal(err)
@@ -142,10 +147,11 @@ func TestConnectReadsItsFilesFirst(t *testing.T) {
 func TestConnectionOutlivesItsServer(t *testing.T) {
 	t.Parallel()
 	var log logBuffer
+	var made atomic.Uint64
 	cfg := EmbedConfig{DataDir: t.TempDir()}
 	s := startEmbedded(t, cfg)
 	cfg.Listen = strings.TrimPrefix(s.ClientURL(), "nats://")
-	nc := connect(t, ConnConfig{URL: s.ClientURL(), Name: "survivor", Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	nc := connect(t, ConnConfig{URL: s.ClientURL(), Name: "survivor", Made: &made, Logger: slog.New(slog.NewTextHandler(&log, nil))})
 	status := nc.StatusChanged(nats.RECONNECTING, nats.CONNECTED)
 	if err := s.Shutdown(testContext(t)); err != nil {
 		t.Fatal(err)
@@ -153,9 +159,15 @@ func TestConnectionOutlivesItsServer(t *testing.T) {
 	if got := await(t, "the disconnect", status); got != nats.RECONNECTING {
 		t.Fatalf("status %s", got)
 	}
+	if made.Load() != 1 {
+		t.Errorf("made %d times while no server is there, want once", made.Load())
+	}
 	startEmbedded(t, cfg)
 	if got := await(t, "the reconnect", status); got != nats.CONNECTED {
 		t.Fatalf("status %s", got)
+	}
+	if made.Load() != 2 {
+		t.Errorf("made %d times, want twice", made.Load())
 	}
 	eventually(t, "both log records", func() bool {
 		return strings.Contains(log.String(), "NATS disconnected, reconnecting") && strings.Contains(log.String(), "NATS reconnected")
@@ -293,6 +305,9 @@ func TestConnsAreSeparateAndCloseTogether(t *testing.T) {
 	}
 	if got := strings.Join(names, " "); got != "appender/publish-0 appender/publish-1 appender/kv" {
 		t.Errorf("connections %q", got)
+	}
+	if got := conns.Made.Load(); got != 3 {
+		t.Errorf("%d connections were counted, want 3", got)
 	}
 	if got := s.ns.NumClients(); got != 3 {
 		t.Errorf("%d connections at the server, want 3", got)

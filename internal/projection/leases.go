@@ -273,7 +273,10 @@ func (s *share) turn(ctx context.Context) {
 }
 
 // tick is the time between two renewals.
-func (s *share) tick() time.Duration { return min(s.ttl/3, longestTick) }
+func (s *share) tick() time.Duration { return tickOf(s.ttl) }
+
+// tickOf is the tick of a worker whose keys live for ttl.
+func tickOf(ttl time.Duration) time.Duration { return min(ttl/3, longestTick) }
 
 func (s *share) troubled(err error) {
 	s.failed.Store(true)
@@ -430,7 +433,7 @@ func (s *share) putLease(ctx context.Context, n int, r *running, rev uint64) err
 func (s *share) look(ctx context.Context, n int) (rev uint64, ours bool) {
 	ctx, cancel := context.WithTimeout(ctx, s.patience())
 	defer cancel()
-	v := &roll{members: map[string]Member{}, leases: map[int]Lease{}, revs: map[string]uint64{}}
+	v := newRoll()
 	if err := s.roster.readInto(ctx, v, rosterSubject(leaseKey(n))); err != nil {
 		return 0, false
 	}

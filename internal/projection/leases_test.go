@@ -297,6 +297,44 @@ func TestLagOfPartitionsThatNobodyWorksIsMeasured(t *testing.T) {
 	})
 }
 
+// A worker that froze said last that nothing is left to read. That is not repeated for as long as
+// its keys live.
+func TestLagOfAWorkerThatIsSilentIsMeasured(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.fill("s", 5, 10)
+	n := w.log.Partition("s")
+	kv, err := w.js.KeyValue(journaltest.Context(t), projection.WorkersBucket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for key, value := range map[string]string{ // without a TTL of their own they live for ever
+		"member.frozen":           fmt.Sprintf(`{"v":1,"id":"frozen","run":"r","started":1,"renewed":1,"ttlMs":2000,"fold":1,"generation":1,"partitions":[{"partition":%d,"read":0,"checkpoint":0,"lag":0,"oldestUnflushedMs":7,"sessions":1}]}`, n),
+		fmt.Sprint("lease.", n):   `{"v":1,"worker":"frozen","run":"r","since":1,"ttlMs":2000}`,
+		fmt.Sprint("lease.", 1-n): `{"v":1,"worker":"other","run":"q","since":1,"ttlMs":2000}`,
+	} {
+		if _, err := kv.Put(journaltest.Context(t), key, []byte(value)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	idle := w.worker0(projection.Config{}, w.journal(nil))
+	var o *projection.Overview
+	journaltest.Eventually(t, "the worker to be called silent", func() bool {
+		o = idle.overview()
+		return len(o.Workers) == 1 && o.Workers[0].Silent
+	})
+	p := o.Partitions[n]
+	if p.SilentSince == nil || *p.SilentSince < o.Generation.Since || p.Lag == nil || *p.Lag != 5 || p.OldestUnflushedMs <= 7+1000 || p.Sessions != 1 {
+		t.Errorf("its partition: %+v, want since when it is silent, a lag of 5 and an age that grows", p)
+	}
+	if *p.Worker != "frozen" || o.Workers[0].SilentMs < 1000 || o.CaughtUp || o.Lag == nil || *o.Lag != 5 {
+		t.Errorf("overview: %+v, want a lag of 5", o)
+	}
+	if q := o.Partitions[1-n]; q.SilentSince != nil {
+		t.Errorf("a partition of another worker: %+v, want nothing said of silence", q)
+	}
+}
+
 func TestWatchFollowsASessionFromOneWorkerToTheNext(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -98,8 +98,32 @@ type roll struct {
 	// revs are the revisions of all keys, also of those that hold a marker: a key is written on
 	// the condition that it still has the revision that was read.
 	revs map[string]uint64
+	// beats are when members last announced themselves, by the server's clock.
+	beats map[string]time.Time
+	// newest is when any key was last written, by the server's clock.
+	newest time.Time
 	// strange are keys whose values are none that this version writes.
 	strange []string
+}
+
+func newRoll() *roll {
+	return &roll{members: map[string]Member{}, leases: map[int]Lease{}, revs: map[string]uint64{}, beats: map[string]time.Time{}}
+}
+
+// silence is for how long a member has not announced itself, and whether that is longer than what
+// it said last can be relied on: it announces itself every tick, and its partitions are asked as often.
+func (o *roll) silence(id string, now time.Time) (d time.Duration, long bool) {
+	d = max(0, now.Sub(o.beats[id]))
+	return d, d > 2*tickOf(time.Duration(o.members[id].TTLMs)*time.Millisecond)
+}
+
+// now is the time by the clock that stamps the keys.
+func (r *Roster) now(ctx context.Context) (time.Time, error) {
+	s, err := r.js.Stream(ctx, "KV_"+WorkersBucket)
+	if err != nil {
+		return time.Time{}, unavailable("workers", err)
+	}
+	return s.CachedInfo().TimeStamp, nil
 }
 
 func rosterSubject(key string) string { return "$KV." + WorkersBucket + "." + key }
@@ -111,7 +135,7 @@ func leaseKey(partition int) string { return leasePrefix + strconv.Itoa(partitio
 // read reads all members and leases, in one request unless there are very many partitions. A
 // replica that answers may lag, so what is written is written under a condition.
 func (r *Roster) read(ctx context.Context, partitions int) (*roll, error) {
-	out := &roll{members: map[string]Member{}, leases: map[int]Lease{}, revs: map[string]uint64{}}
+	out := newRoll()
 	if partitions <= atOnce {
 		return out, r.readInto(ctx, out, rosterSubject(memberPrefix+"*"), rosterSubject(leasePrefix+"*"))
 	}
@@ -160,13 +184,16 @@ func (r *Roster) readInto(ctx context.Context, out *roll, subjects ...string) er
 // take reads one key.
 func (o *roll) take(key string, m *jetstream.RawStreamMsg) {
 	o.revs[key] = m.Sequence
+	if m.Time.After(o.newest) {
+		o.newest = m.Time
+	}
 	if m.Header.Get("KV-Operation") != "" || m.Header.Get(jetstream.MarkerReasonHeader) != "" {
 		return // deleted, or ran out
 	}
 	if id, ok := strings.CutPrefix(key, memberPrefix); ok {
 		var v Member
 		if json.Unmarshal(m.Data, &v) == nil && v.V == rosterVersion && v.ID == id {
-			o.members[id] = v
+			o.members[id], o.beats[id] = v, m.Time
 			return
 		}
 	} else if p, err := strconv.Atoi(strings.TrimPrefix(key, leasePrefix)); err == nil {

@@ -7,6 +7,7 @@ import (
 	"math"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
 
@@ -33,20 +34,27 @@ type Overview struct {
 
 // WorkerOverview is a worker that is there.
 type WorkerOverview struct {
-	ID         string `json:"id"`
-	HTTP       string `json:"http,omitempty"`
-	Started    int64  `json:"started"` // Unix ms
-	Renewed    int64  `json:"renewed"` // Unix ms
-	Draining   bool   `json:"draining"`
-	Fold       int    `json:"fold"`       // version of its fold
-	Generation int    `json:"generation"` // of the snapshots that its partitions write
-	Partitions []int  `json:"partitions"` // those that it has leases for
-	Assigned   int    `json:"assigned"`   // how many it is to have
+	ID      string `json:"id"`
+	HTTP    string `json:"http,omitempty"`
+	Started int64  `json:"started"` // Unix ms
+	Renewed int64  `json:"renewed"` // Unix ms
+	// SilentMs is how long ago the worker last announced itself, by the clock of the server.
+	SilentMs int64 `json:"silentMs"`
+	// Silent says that it is longer than it should be: what it said of its partitions is not relied on.
+	Silent     bool  `json:"silent"`
+	Draining   bool  `json:"draining"`
+	Fold       int   `json:"fold"`       // version of its fold
+	Generation int   `json:"generation"` // of the snapshots that its partitions write
+	Partitions []int `json:"partitions"` // those that it has leases for
+	Assigned   int   `json:"assigned"`   // how many it is to have
 }
 
 // PartitionOverview is a partition and who works it.
 type PartitionOverview struct {
 	Worker *string `json:"worker"` // null: nobody
+	// SilentSince is when the worker last said how far it is, in Unix ms by the clock of the server,
+	// if that is too long ago to be relied on. Lag is then counted from the checkpoint on.
+	SilentSince *int64 `json:"silentSince,omitempty"`
 	PartitionStatus
 	Quarantined int `json:"quarantined"` // sessions
 }
@@ -58,12 +66,16 @@ func (w *Worker) Overview(ctx context.Context) (*Overview, error) {
 	if err != nil {
 		return nil, err
 	}
+	now, err := w.buckets.Workers.now(ctx)
+	if err != nil {
+		return nil, err
+	}
 	b := w.buckets.Pin(ctx)
 	quarantined, err := w.readQuarantine(ctx, b)
 	if err != nil {
 		return nil, err
 	}
-	out := &Overview{Generation: b.generation(), Unowned: []int{}, Workers: []WorkerOverview{}, Partitions: w.tell(ctx, v, w.Status(ctx))}
+	out := &Overview{Generation: b.generation(), Unowned: []int{}, Workers: []WorkerOverview{}, Partitions: w.tell(ctx, v, w.Status(ctx), now)}
 	var active []string
 	for id, m := range v.members {
 		if !m.Draining && m.Fold == b.generation().Fold {
@@ -77,7 +89,8 @@ func (w *Worker) Overview(ctx context.Context) (*Overview, error) {
 	}
 	for id, m := range v.members {
 		followed = followed && (m.Generation == out.Generation.N || len(m.Partitions) == 0)
-		o := WorkerOverview{ID: id, HTTP: m.HTTP, Started: m.Started, Renewed: m.Renewed, Draining: m.Draining, Fold: m.Fold, Generation: m.Generation, Partitions: []int{}, Assigned: load[id]}
+		silence, silent := v.silence(id, now)
+		o := WorkerOverview{ID: id, SilentMs: silence.Milliseconds(), Silent: silent, HTTP: m.HTTP, Started: m.Started, Renewed: m.Renewed, Draining: m.Draining, Fold: m.Fold, Generation: m.Generation, Partitions: []int{}, Assigned: load[id]}
 		for n, l := range v.leases {
 			if l.Run == m.Run {
 				o.Partitions = append(o.Partitions, n)
@@ -124,20 +137,35 @@ func (w *Worker) Follows(ctx context.Context) bool {
 }
 
 // tell says of every partition how far it is: what is worked here says so itself, another
-// worker's is as it was last announced, and the rest is measured from the checkpoint on.
-func (w *Worker) tell(ctx context.Context, v *roll, own []PartitionStatus) []PartitionOverview {
+// worker's is as it was last announced, and the rest is measured from the checkpoint on: also what
+// a worker works that has not announced itself for too long, at a time by the server's clock.
+func (w *Worker) tell(ctx context.Context, v *roll, own []PartitionStatus, now time.Time) []PartitionOverview {
 	told := map[int]PartitionStatus{}
-	byRun := map[string]string{}
+	silent := map[int]int64{} // since when, Unix ms
 	for id, m := range v.members {
-		byRun[m.Run] = id
+		d, long := v.silence(id, now)
+		if long {
+			for n, l := range v.leases {
+				if l.Run == m.Run {
+					silent[n] = v.beats[id].UnixMilli()
+				}
+			}
+		}
 		for _, st := range m.Partitions {
 			if l, ok := v.leases[st.Partition]; ok && l.Run == m.Run {
+				if long {
+					st.Lag = nil
+					if st.OldestUnflushedMs > 0 { // and has not become younger
+						st.OldestUnflushedMs += d.Milliseconds()
+					}
+				}
 				told[st.Partition] = st
 			}
 		}
 	}
 	for _, st := range own {
 		told[st.Partition] = st
+		delete(silent, st.Partition)
 	}
 	out := make([]PartitionOverview, w.log.Partitions())
 	var wg sync.WaitGroup
@@ -145,6 +173,9 @@ func (w *Worker) tell(ctx context.Context, v *roll, own []PartitionStatus) []Par
 	for n := range out {
 		if l, ok := v.leases[n]; ok {
 			out[n].Worker = &l.Worker
+		}
+		if since, ok := silent[n]; ok {
+			out[n].SilentSince = &since
 		}
 		st, ok := told[n]
 		if out[n].PartitionStatus = st; ok && st.Lag != nil {
@@ -207,7 +238,7 @@ func (w *Worker) sumLag(ctx context.Context, v *roll, own []PartitionStatus) *ui
 		return nil
 	}
 	var sum uint64
-	for _, p := range w.tell(ctx, v, own) {
+	for _, p := range w.tell(ctx, v, own, v.newest) { // its own key is written at each tick
 		if p.Lag == nil {
 			return nil
 		}
@@ -224,13 +255,14 @@ type Gauges struct {
 	Owned       float64 // partitions that are worked here
 	Unowned     float64 // partitions that no worker has a lease for
 	Workers     float64 // that are there
+	Silent      float64 // those of them that have not announced themselves for too long
 	Quarantined float64 // sessions in quarantine, of the partitions that are worked here
 }
 
 // Gauges returns them.
 func (w *Worker) Gauges() Gauges {
 	nan := math.NaN()
-	g := Gauges{Lag: nan, LagTotal: nan, Unowned: nan, Workers: nan}
+	g := Gauges{Lag: nan, LagTotal: nan, Unowned: nan, Workers: nan, Silent: nan}
 	for _, p := range w.atWork() {
 		g.Owned++
 		g.Quarantined += float64(p.aside.Load())
@@ -256,6 +288,12 @@ func (w *Worker) Gauges() Gauges {
 	}
 	if v := s.last.Load(); v != nil {
 		g.Workers, g.Unowned = float64(len(v.members)), float64(w.log.Partitions()-len(v.leases))
+		g.Silent = 0
+		for id := range v.members {
+			if _, long := v.silence(id, v.newest); long {
+				g.Silent++
+			}
+		}
 	}
 	return g
 }

@@ -5,11 +5,15 @@ package telemetry
 
 import (
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	promclient "github.com/prometheus/client_golang/prometheus"
@@ -46,7 +50,14 @@ type Telemetry struct {
 	meters *sdkmetric.MeterProvider
 
 	request, send, process metric.Float64Histogram
+
+	known sync.Map                    // answered → metric.MeasurementOption
+	sent  atomic.Pointer[destination] // of the last commit
 }
+
+// DefaultRatio is the share of traces that are recorded unless OTEL_TRACES_SAMPLER says otherwise. A
+// trace that a caller records is always recorded, and one that a caller does not is not.
+const DefaultRatio = 0.05
 
 // wanted reports whether the environment asks for a signal (TRACES or METRICS).
 func wanted(signal string) bool {
@@ -91,6 +102,9 @@ func Start(ctx context.Context, cfg Config) (*Telemetry, error) {
 	spanOptions := []sdktrace.TracerProviderOption{sdktrace.WithResource(res)}
 	if cfg.Spans != nil {
 		spanOptions = append(spanOptions, sdktrace.WithBatcher(cfg.Spans))
+		if os.Getenv("OTEL_TRACES_SAMPLER") == "" {
+			spanOptions = append(spanOptions, sdktrace.WithSampler(sdktrace.ParentBased(sdktrace.TraceIDRatioBased(DefaultRatio))))
+		}
 	} else { // only measured
 		spanOptions = append(spanOptions, sdktrace.WithSampler(sdktrace.NeverSample()))
 	}
@@ -141,72 +155,150 @@ func parse(traceparent string) trace.SpanContext {
 	return trace.SpanContextFromContext(w3c.Extract(context.Background(), propagation.MapCarrier{traceHeader: traceparent}))
 }
 
-// text is the traceparent of a context.
-func text(ctx context.Context) string {
-	m := propagation.MapCarrier{}
-	w3c.Inject(ctx, m)
-	return m[traceHeader]
+// text is the traceparent of a span.
+func text(sc trace.SpanContext) string {
+	id, span := sc.TraceID(), sc.SpanID()
+	b := append(make([]byte, 0, 55), "00-"...)
+	b = append(hex.AppendEncode(b, id[:]), '-')
+	b = append(hex.AppendEncode(b, span[:]), '-')
+	return string(hex.AppendEncode(b, []byte{byte(sc.TraceFlags() & trace.FlagsSampled)}))
+}
+
+// methods are those that have a name of their own in spans and metrics; others are whatever callers make up.
+var methods = map[string]bool{"GET": true, "HEAD": true, "POST": true, "PUT": true, "PATCH": true, "DELETE": true, "OPTIONS": true, "TRACE": true, "CONNECT": true}
+
+// answered is a request's method, route and status: what its measurements are told apart by.
+type answered struct {
+	method, route string
+	status        int
 }
 
 // Request begins the span of an HTTP request. It puts its own context into the request's
 // traceparent, so that what is made of the request follows it. It must not be called on nil.
 func (t *Telemetry) Request(r *http.Request, route, session string) (*http.Request, func(status int)) {
 	start := time.Now()
-	ctx := w3c.Extract(r.Context(), propagation.HeaderCarrier(r.Header))
-	common := []attribute.KeyValue{attribute.String("http.request.method", r.Method), attribute.String("http.route", route)}
-	attrs := common
-	if session != "" {
-		attrs = append(attrs[:len(attrs):len(attrs)], attribute.String("palimpsest.session.id", session))
+	method := r.Method
+	if !methods[method] {
+		method = "_OTHER"
 	}
-	ctx, span := t.tracer.Start(ctx, r.Method+" "+route, trace.WithSpanKind(trace.SpanKindServer), trace.WithAttributes(attrs...))
+	ctx := w3c.Extract(r.Context(), propagation.HeaderCarrier(r.Header))
+	ctx, span := t.tracer.Start(ctx, method+" "+route, asServer)
+	if span.IsRecording() {
+		span.SetAttributes(attribute.String("http.request.method", method), attribute.String("http.route", route))
+		if session != "" {
+			span.SetAttributes(attribute.String("palimpsest.session.id", session))
+		}
+	}
 	r = r.WithContext(ctx)
-	if span.SpanContext().IsValid() {
-		r.Header.Set(traceHeader, text(ctx))
+	if sc := span.SpanContext(); sc.IsValid() {
+		r.Header.Set(traceHeader, text(sc))
 	}
 	return r, func(status int) {
-		code := attribute.Int("http.response.status_code", status)
-		span.SetAttributes(code)
-		if status >= 500 {
-			span.SetStatus(codes.Error, http.StatusText(status))
+		if span.IsRecording() {
+			span.SetAttributes(attribute.Int("http.response.status_code", status))
+			if status >= 500 {
+				span.SetStatus(codes.Error, http.StatusText(status))
+			}
 		}
 		span.End()
-		t.request.Record(ctx, time.Since(start).Seconds(), metric.WithAttributes(append(common[:len(common):len(common)], code)...))
+		t.request.Record(ctx, time.Since(start).Seconds(), t.attributes(answered{method, route, status}, func(k answered) attribute.Set {
+			return attribute.NewSet(attribute.String("http.request.method", k.method), attribute.String("http.route", k.route), attribute.Int("http.response.status_code", k.status))
+		}))
 	}
 }
 
-// Publish begins the span of storing a commit for its callers, whose contexts are given. The
-// first is the parent, the others are linked. The commit carries the span from then on. It
-// must not be called on nil.
-func (t *Telemetry) Publish(ctx context.Context, c *events.Commit, subject string, callers []string) (end func(error)) {
-	start := time.Now()
-	var links []trace.Link
-	for i, caller := range callers {
-		sc := parse(caller)
-		switch {
-		case !sc.IsValid():
-		case i == 0:
-			ctx = trace.ContextWithRemoteSpanContext(ctx, sc)
-		default:
-			links = append(links, trace.Link{SpanContext: sc})
-		}
+// attributes of a measurement, made once for a request of its kind.
+func (t *Telemetry) attributes(k answered, make func(answered) attribute.Set) metric.MeasurementOption {
+	if o, ok := t.known.Load(k); ok {
+		return o.(metric.MeasurementOption)
 	}
+	o := metric.WithAttributeSet(make(k))
+	t.known.Store(k, o) // routes, methods and statuses are few
+	return o
+}
+
+var (
+	asServer   = trace.WithSpanKind(trace.SpanKindServer)
+	asProducer = trace.WithSpanKind(trace.SpanKindProducer)
+	asConsumer = trace.WithSpanKind(trace.SpanKindConsumer)
+)
+
+// destination is what all commits to one log have in common.
+type destination struct {
+	prefix, name string
+	common       []attribute.KeyValue
+	measured     metric.MeasurementOption // of those without an error
+}
+
+func (t *Telemetry) destination(subject string) *destination {
 	prefix, _, _ := strings.Cut(subject, ".")
-	common := []attribute.KeyValue{
+	if d := t.sent.Load(); d != nil && d.prefix == prefix {
+		return d
+	}
+	d := &destination{prefix: prefix, name: "publish " + prefix + ".{partition}.{session}", common: []attribute.KeyValue{
 		attribute.String("messaging.system", "nats"), attribute.String("messaging.operation.name", "publish"),
 		attribute.String("messaging.operation.type", "send"), attribute.String("messaging.destination.template", prefix+".{partition}.{session}"),
+	}}
+	d.measured = metric.WithAttributeSet(attribute.NewSet(d.common...))
+	t.sent.Store(d)
+	return d
+}
+
+// sampled reports whether a traceparent says that its span is recorded.
+func sampled(traceparent string) bool {
+	return len(traceparent) == len("00-0123456789abcdef0123456789abcdef-0123456789abcdef-01") && strings.IndexByte("13579bdf", traceparent[len(traceparent)-1]) >= 0
+}
+
+// under begins a span whose parent is one of others: one that is recorded, the first if any, so
+// that no trace ends where several meet. The rest are linked.
+func (t *Telemetry) under(ctx context.Context, name string, kind trace.SpanStartOption, others []string) (context.Context, trace.Span) {
+	parent := -1
+	for i, o := range others {
+		if sampled(o) {
+			parent = i
+			break
+		}
+		if parent < 0 && o != "" {
+			parent = i
+		}
 	}
-	ctx, span := t.tracer.Start(ctx, "publish "+prefix+".{partition}.{session}", trace.WithSpanKind(trace.SpanKindProducer), trace.WithLinks(links...),
-		trace.WithAttributes(append(common[:len(common):len(common)],
+	if parent >= 0 {
+		if sc := parse(others[parent]); sc.IsValid() {
+			ctx = trace.ContextWithRemoteSpanContext(ctx, sc)
+		}
+	}
+	ctx, span := t.tracer.Start(ctx, name, kind)
+	if span.IsRecording() {
+		for i, o := range others {
+			if sc := parse(o); i != parent && sc.IsValid() {
+				span.AddLink(trace.Link{SpanContext: sc})
+			}
+		}
+	}
+	return ctx, span
+}
+
+// Publish begins the span of storing a commit for its callers, whose contexts are given. The
+// first that is recorded is the parent, the others are linked. The commit carries the span from
+// then on. It must not be called on nil.
+func (t *Telemetry) Publish(ctx context.Context, c *events.Commit, subject string, callers []string) (end func(error)) {
+	start := time.Now()
+	d := t.destination(subject)
+	ctx, span := t.under(ctx, d.name, asProducer, callers)
+	if span.IsRecording() {
+		span.SetAttributes(d.common...)
+		span.SetAttributes(
 			attribute.String("messaging.destination.name", subject), attribute.String("messaging.message.id", c.ID),
 			attribute.Int("messaging.message.body.size", len(c.Body)), attribute.Int("palimpsest.callers", len(callers)),
 			attribute.Int64("palimpsest.seq.first", int64(c.First)), attribute.Int64("palimpsest.seq.last", int64(c.Last)),
-			attribute.String("palimpsest.session.id", c.Session))...))
-	if span.SpanContext().IsValid() {
-		c.Trace = text(ctx)
+			attribute.String("palimpsest.session.id", c.Session))
+	}
+	if sc := span.SpanContext(); sc.IsValid() {
+		c.Trace = text(sc)
 	}
 	return func(err error) {
 		finish(span, err)
-		t.send.Record(ctx, time.Since(start).Seconds(), metric.WithAttributes(withError(common, err)...))
+		t.send.Record(ctx, time.Since(start).Seconds(), withError(d.measured, d.common, err))
 	}
 }
 
@@ -233,9 +325,16 @@ func (t *Telemetry) Note(cs *Commits, c *events.Commit) {
 // nothing ends what was not begun.
 func nothing(error) {}
 
+var (
+	flushed = []attribute.KeyValue{
+		attribute.String("messaging.system", "nats"), attribute.String("messaging.operation.name", "flush"), attribute.String("messaging.operation.type", "process"),
+	}
+	flushedMeasured = metric.WithAttributeSet(attribute.NewSet(flushed...))
+)
+
 // Flush begins the span of writing a session's snapshot, and forgets the commits. Its parent is
-// the newest commit in it, whose wait ends with it; the others are linked. On nil it does
-// nothing.
+// the newest commit in it that is recorded, whose wait ends with it; the others are linked. On nil
+// it does nothing.
 func (t *Telemetry) Flush(ctx context.Context, session string, seq events.Seq, cs *Commits) (end func(error)) {
 	if t == nil {
 		return nothing
@@ -243,27 +342,17 @@ func (t *Telemetry) Flush(ctx context.Context, session string, seq events.Seq, c
 	start := time.Now()
 	traces, more := cs.traces, cs.more
 	*cs = Commits{}
-	var links []trace.Link
-	for i, one := range traces {
-		sc := parse(one)
-		switch {
-		case !sc.IsValid():
-		case i == len(traces)-1:
-			ctx = trace.ContextWithRemoteSpanContext(ctx, sc)
-		default:
-			links = append(links, trace.Link{SpanContext: sc})
-		}
-	}
-	common := []attribute.KeyValue{
-		attribute.String("messaging.system", "nats"), attribute.String("messaging.operation.name", "flush"), attribute.String("messaging.operation.type", "process"),
-	}
-	ctx, span := t.tracer.Start(ctx, "flush", trace.WithSpanKind(trace.SpanKindConsumer), trace.WithLinks(links...),
-		trace.WithAttributes(append(common[:len(common):len(common)],
+	slices.Reverse(traces)
+	ctx, span := t.under(ctx, "flush", asConsumer, traces)
+	if span.IsRecording() {
+		span.SetAttributes(flushed...)
+		span.SetAttributes(
 			attribute.Int("messaging.batch.message_count", len(traces)+more), attribute.Int64("palimpsest.seq.last", int64(seq)),
-			attribute.String("palimpsest.session.id", session))...))
+			attribute.String("palimpsest.session.id", session))
+	}
 	return func(err error) {
 		finish(span, err)
-		t.process.Record(ctx, time.Since(start).Seconds(), metric.WithAttributes(withError(common, err)...))
+		t.process.Record(ctx, time.Since(start).Seconds(), withError(flushedMeasured, flushed, err))
 	}
 }
 
@@ -275,11 +364,12 @@ func finish(span trace.Span, err error) {
 	span.End()
 }
 
-func withError(common []attribute.KeyValue, err error) []attribute.KeyValue {
+// withError adds the kind of an error to what is measured.
+func withError(measured metric.MeasurementOption, common []attribute.KeyValue, err error) metric.MeasurementOption {
 	if err == nil {
-		return common
+		return measured
 	}
-	return append(common[:len(common):len(common)], attribute.String("error.type", errorType(err)))
+	return metric.WithAttributes(append(common[:len(common):len(common)], attribute.String("error.type", errorType(err)))...)
 }
 
 // errorType is a word of few values.

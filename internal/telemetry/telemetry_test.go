@@ -7,11 +7,13 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 	"go.uber.org/goleak"
 
 	"palimpsest/internal/events"
@@ -23,7 +25,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // clear takes away what the environment of the test says.
 func clear(t *testing.T) {
 	t.Helper()
-	for _, name := range []string{"OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", "OTEL_METRICS_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"} {
+	for _, name := range []string{"OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", "OTEL_METRICS_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_TRACES_SAMPLER"} {
 		t.Setenv(name, "")
 	}
 }
@@ -83,6 +85,7 @@ func TestSpansAndMetricsGoToTheEndpointInTheEnvironment(t *testing.T) {
 	defer collector.Close()
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.URL)
 	t.Setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+	t.Setenv("OTEL_TRACES_SAMPLER", "always_on")
 	t.Setenv("OTEL_SERVICE_NAME", "named-by-the-environment")
 	reg := prometheus.NewRegistry()
 	c := prometheus.NewCounter(prometheus.CounterOpts{Name: "palimpsest_appender_events_total"})
@@ -109,5 +112,117 @@ func TestSpansAndMetricsGoToTheEndpointInTheEnvironment(t *testing.T) {
 				t.Errorf("%s: %d bytes without %q", path, len(got[path]), word)
 			}
 		}
+	}
+}
+
+// keep keeps spans when the exporter is shut down, which the one in memory does not.
+type keep struct{ *tracetest.InMemoryExporter }
+
+func (keep) Shutdown(context.Context) error { return nil }
+
+const (
+	recorded   = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+	unrecorded = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-00"
+)
+
+func TestByDefaultAShareOfTracesIsRecordedAndAllThatCallersRecord(t *testing.T) {
+	clear(t)
+	spans := tracetest.NewInMemoryExporter()
+	tel, err := telemetry.Start(t.Context(), telemetry.Config{Service: "test", Spans: keep{spans}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const n = 1000 // the batch that waits holds as many
+	for range n {
+		c := &events.Commit{ID: "c", Session: "s"}
+		tel.Publish(t.Context(), c, "sessions.1.s", []string{""})(nil)
+		if len(c.Trace) != len(recorded) {
+			t.Fatalf("the commit has the traceparent %q, want one", c.Trace)
+		}
+	}
+	if err := tel.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := float64(len(spans.GetSpans())) / n; got <= 0 || got > 4*telemetry.DefaultRatio {
+		t.Errorf("%g of the traces were recorded, want about %g", got, telemetry.DefaultRatio)
+	}
+
+	spans.Reset()
+	if tel, err = telemetry.Start(t.Context(), telemetry.Config{Service: "test", Spans: keep{spans}}); err != nil {
+		t.Fatal(err)
+	}
+	c := &events.Commit{ID: "c", Session: "s"}
+	tel.Publish(t.Context(), c, "sessions.1.s", []string{"", unrecorded, recorded})(nil) // the parent is the one that is recorded
+	var cs telemetry.Commits
+	tel.Note(&cs, c)
+	tel.Note(&cs, &events.Commit{Trace: unrecorded})
+	tel.Flush(t.Context(), "s", 1, &cs)(nil)
+	tel.Publish(t.Context(), &events.Commit{}, "sessions.1.s", []string{unrecorded})(nil)
+	if err := tel.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	got := spans.GetSpans()
+	if len(got) != 2 {
+		t.Fatalf("%d spans, want a publish and a flush", len(got))
+	}
+	for _, s := range got {
+		if id := s.SpanContext.TraceID().String(); id != recorded[3:35] || len(s.Links) != 1 || s.Links[0].SpanContext.TraceID().String() != unrecorded[3:35] {
+			t.Errorf("%s is in trace %s with links %v, want the caller's that is recorded and one to the other", s.Name, id, s.Links)
+		}
+	}
+	if got[1].Parent.SpanID() != got[0].SpanContext.SpanID() {
+		t.Errorf("the parent of the flush is %s, want the publish", got[1].Parent.SpanID())
+	}
+}
+
+func TestMethodsThatCallersMakeUpAreOneInSpansAndMetrics(t *testing.T) {
+	clear(t)
+	t.Setenv("OTEL_TRACES_SAMPLER", "always_on")
+	spans := tracetest.NewInMemoryExporter()
+	tel, err := telemetry.Start(t.Context(), telemetry.Config{Service: "test", Spans: keep{spans}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, method := range []string{"GET", "MADE", "UP"} {
+		_, end := tel.Request(httptest.NewRequest(method, "/", nil), "/v1/sessions", "")
+		end(200)
+	}
+	if err := tel.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, s := range spans.GetSpans() {
+		names = append(names, s.Name)
+	}
+	if want := []string{"GET /v1/sessions", "_OTHER /v1/sessions", "_OTHER /v1/sessions"}; !slices.Equal(names, want) {
+		t.Errorf("found spans %v, want %v", names, want)
+	}
+}
+
+// BenchmarkAppend is what telemetry does for an append that is answered, stored and flushed.
+func BenchmarkAppend(b *testing.B) {
+	for _, sampler := range []string{"", "always_on", "always_off"} {
+		b.Run("sampler="+sampler, func(b *testing.B) {
+			b.Setenv("OTEL_TRACES_SAMPLER", sampler)
+			tel, err := telemetry.Start(b.Context(), telemetry.Config{Service: "test", Spans: tracetest.NewNoopExporter()})
+			if err != nil {
+				b.Fatal(err)
+			}
+			b.ReportAllocs()
+			r := httptest.NewRequest("POST", "/v1/sessions/s/events", nil)
+			for b.Loop() {
+				r.Header.Del("traceparent")
+				r, end := tel.Request(r, "/v1/sessions/{id}/events", "s")
+				c := &events.Commit{ID: "c", Session: "s"}
+				tel.Publish(r.Context(), c, "sessions.1.s", []string{r.Header.Get("traceparent")})(nil)
+				end(201)
+				var cs telemetry.Commits
+				tel.Note(&cs, c)
+				tel.Flush(r.Context(), "s", 1, &cs)(nil)
+			}
+			if err := tel.Stop(context.Background()); err != nil {
+				b.Fatal(err)
+			}
+		})
 	}
 }

@@ -1,14 +1,14 @@
 //go:build unix
 
-package main
+package rig
 
 import (
 	"syscall"
 	"time"
 )
 
-// cpuTime is the CPU time that this process has used.
-func cpuTime() time.Duration {
+// CPUTime is the CPU time that this process has used.
+func CPUTime() time.Duration {
 	var u syscall.Rusage
 	if syscall.Getrusage(syscall.RUSAGE_SELF, &u) != nil {
 		return 0

@@ -1,0 +1,8 @@
+//go:build !unix
+
+package rig
+
+import "time"
+
+// CPUTime is not known here.
+func CPUTime() time.Duration { return 0 }
