@@ -131,8 +131,9 @@ var starts = sync.OnceValue(func() chan<- func() {
 	return work
 })
 
-func startCommand(cmd *exec.Cmd) error {
-	cmd.SysProcAttr = childAttributes()
+// StartCommand starts a command that the kernel ends when this process dies.
+func StartCommand(cmd *exec.Cmd) error {
+	cmd.SysProcAttr = childAttributes(cmd.SysProcAttr)
 	done := make(chan error)
 	starts() <- func() { done <- cmd.Start() }
 	return <-done
@@ -161,7 +162,7 @@ func launch(t testing.TB, env []string, listen, name string, args ...string) *Pr
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := startCommand(p.cmd); err != nil {
+	if err := StartCommand(p.cmd); err != nil {
 		t.Fatalf("start %s: %v", name, err)
 	}
 	go func() {
@@ -335,7 +336,7 @@ func RunFor(t testing.TB, limit time.Duration, name string, args ...string) Resu
 	cmd := exec.CommandContext(ctx, program(t, name), args...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-	err := startCommand(cmd)
+	err := StartCommand(cmd)
 	if err == nil {
 		err = cmd.Wait()
 	}
