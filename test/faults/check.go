@@ -24,6 +24,9 @@ import (
 // check holds what is stored and served against what was acknowledged.
 func (s *suite) check(ctx context.Context) error {
 	begun := time.Now()
+	if err := s.inStep(ctx); err != nil {
+		s.Finding("%v", err)
+	}
 	if err := s.projected(ctx); err != nil {
 		return err
 	}
@@ -53,6 +56,44 @@ func (s *suite) check(ctx context.Context) error {
 		}
 	}
 	return ctx.Err()
+}
+
+// inStep waits until every stream has a leader, and replicas on the other servers that are in step.
+func (s *suite) inStep(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, healTime)
+	defer cancel()
+	nc, err := nats.Connect(s.stack.direct(), nats.MaxReconnects(-1))
+	if err != nil {
+		return err
+	}
+	defer nc.Close()
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return err
+	}
+	for {
+		behind, n := errors.New("no answer"), int64(0)
+		one, stop := context.WithTimeout(ctx, 5*time.Second)
+		streams := js.ListStreams(one)
+		for info := range streams.Info() {
+			if n++; n == 1 {
+				behind = nil
+			}
+			if info.Cluster == nil || info.Cluster.Leader == "" || len(info.Cluster.Replicas) != len(serverNames)-1 ||
+				slices.ContainsFunc(info.Cluster.Replicas, func(r *jetstream.PeerInfo) bool { return !r.Current || r.Offline }) {
+				b, _ := json.Marshal(info.Cluster) // to be shown
+				behind = fmt.Errorf("%s: %s", info.Config.Name, b)
+			}
+		}
+		stop()
+		if behind == nil && streams.Err() == nil {
+			s.Add("check: streams whose replicas are in step", n)
+			return nil
+		}
+		if !load.Wait(ctx, 500*time.Millisecond) {
+			return fmt.Errorf("replicas are not in step within %v: %w", healTime, errors.Join(behind, streams.Err()))
+		}
+	}
 }
 
 // projected waits until every projector says that all is in heads.

@@ -14,6 +14,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"palimpsest/test/e2e/harness"
 	"palimpsest/test/load"
 )
 
@@ -22,10 +23,10 @@ const (
 	projectors = 3
 )
 
-// stack is all processes, the links between them, and the directory that holds programs and
-// stores.
+// stack is all processes and what is between them.
 type stack struct {
-	dir       string
+	dir       string // with the stores
+	programs  string // directory of what was built
 	processes map[string]*process
 	names     []string // of processes, in the order of their start
 	net       fabric
@@ -57,14 +58,7 @@ func newStack(ctx context.Context, c config, say func(string, ...any)) (*stack, 
 		return nil, err
 	}
 	s := &stack{dir: dir, processes: map[string]*process{}, without: map[string]string{}}
-	packages := []string{"./cmd/appender", "./cmd/projector", "./test/e2e/harness/natsd"}
-	overlay, err := clockOverlay(dir)
-	if err == nil {
-		packages = append([]string{"-overlay", overlay}, packages...)
-	} else {
-		s.without[misdated] = err.Error()
-	}
-	if err := load.Build(ctx, dir, packages...); err != nil {
+	if err := s.build(ctx); err != nil {
 		return s, err
 	}
 	s.net = &proxies{}
@@ -84,6 +78,29 @@ func newStack(ctx context.Context, c config, say func(string, ...any)) (*stack, 
 		return s, err
 	}
 	return s, s.disks(say)
+}
+
+// build builds the programs where the next run finds them: nothing is linked twice.
+func (s *stack) build(ctx context.Context) error {
+	root, err := harness.RepoRoot()
+	if err != nil {
+		return err
+	}
+	s.programs = filepath.Join(root, "bin", "faults-programs")
+	if harness.Race() {
+		s.programs += "-race"
+	}
+	if err := os.MkdirAll(s.programs, 0o755); err != nil {
+		return err
+	}
+	packages := []string{"./cmd/appender", "./cmd/projector", "./test/e2e/harness/natsd"}
+	overlay, err := clockOverlay(s.programs)
+	if err == nil {
+		packages = append([]string{"-overlay", overlay}, packages...)
+	} else {
+		s.without[misdated] = err.Error()
+	}
+	return load.Build(ctx, s.programs, packages...)
 }
 
 // syncEvery is of how many seeds one has servers sync each write; those of the others sync each second.
@@ -179,7 +196,7 @@ func (s *stack) add(name string, within []string, program string, args ...string
 func port(addr string) string { return addr[strings.LastIndexByte(addr, ':')+1:] }
 
 // program is the path of one that was built.
-func (s *stack) program(name string) string { return filepath.Join(s.dir, name) }
+func (s *stack) program(name string) string { return filepath.Join(s.programs, name) }
 
 // direct are the servers' URLs without links.
 func (s *stack) direct() string { return "nats://" + strings.Join(s.clients[:], ",nats://") }

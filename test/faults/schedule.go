@@ -219,6 +219,7 @@ func (s *suite) mend(ctx context.Context, p *process, f fault) error {
 	case slowed:
 		return net.quick(p)
 	case sluggish:
+		s.Add("writes to slow disks", p.disk.written()-p.disk.before)
 		return p.disk.quick()
 	case full:
 		for late := time.Now().Add(fullTime); p.Stderr.Seen(noSpace) == p.noted && time.Now().Before(late); {

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -104,7 +105,7 @@ func tools(lines ...string) error {
 // disk is a file system on a loop device, for the store of one server.
 type disk struct {
 	dir, group, device string
-	pid                int
+	before             int64 // writes before it was slow
 }
 
 // Sizes of a disk and what it does a second when it is slow.
@@ -138,6 +139,7 @@ func newDisk(dir, image string) (*disk, error) {
 
 // slow lets a process that writes to the disk write little a second.
 func (d *disk) slow(pid int) error {
+	d.before = d.written()
 	return errors.Join(d.limit(slowWrites, slowBytes), os.WriteFile(filepath.Join(d.group, "cgroup.procs"), fmt.Append(nil, pid), 0o644))
 }
 
@@ -155,6 +157,20 @@ func (d *disk) limit(writes, bytes int) error {
 	return errors.Join(
 		os.WriteFile(filepath.Join(d.group, "blkio.throttle.write_iops_device"), fmt.Appendf(nil, "%s %d", d.device, writes), 0o644),
 		os.WriteFile(filepath.Join(d.group, "blkio.throttle.write_bps_device"), fmt.Appendf(nil, "%s %d", d.device, bytes), 0o644))
+}
+
+// written is how many writes there were while the disk was slow.
+func (d *disk) written() (n int64) {
+	b, err := os.ReadFile(filepath.Join(d.group, "blkio.throttle.io_serviced"))
+	if err != nil {
+		return 0
+	}
+	for line := range strings.Lines(string(b)) {
+		if f := strings.Fields(line); len(f) == 3 && f[0] == d.device && f[1] == "Write" {
+			n, _ = strconv.ParseInt(f[2], 10, 64) // the kernel writes numbers
+		}
+	}
+	return n
 }
 
 // close unmounts the disk. The process that was slowed has ended.

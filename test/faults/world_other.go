@@ -20,7 +20,12 @@ func (*network) narrow(string) error        { return errLinux }
 func (*network) widen(string) error         { return errLinux }
 func (*network) reset(string) error         { return errLinux }
 
-type disk struct{ dir string }
+type disk struct {
+	dir    string
+	before int64
+}
+
+func (*disk) written() int64 { return 0 }
 
 const diskMiB = 0
 
