@@ -17,6 +17,9 @@ import (
 	"palimpsest/test/load"
 )
 
+// changesStored counts the calls that changed a log.
+const changesStored = "changes stored"
+
 // callers are the sessions, and the callers that work on them.
 type callers struct {
 	s        *suite
@@ -255,6 +258,7 @@ func (l *callers) change(ctx context.Context, r *rand.Rand, s *session, o op, pa
 		o.outcome = "refused" // nothing was open
 	default:
 		o.outcome, o.receipt = "stored", answer.Receipt
+		l.s.Add(changesStored, 1)
 		if o.receipt.Session != s.id || o.events > 0 && o.receipt.LastSeq-o.receipt.FirstSeq+1 != o.events || o.receipt.Commit == "" {
 			l.s.Finding("%s on %s: receipt %s", o.what, s.id, res.Body)
 		}

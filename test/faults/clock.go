@@ -45,8 +45,13 @@ var faultsClock = func() (sec int64) {
 	return sign * sec
 }()
 `
-	replaced, overlay := filepath.Join(dir, "time.go"), filepath.Join(dir, "overlay.json")
-	if err := os.WriteFile(replaced, []byte(changed), 0o600); err != nil {
+	return writeOverlay(dir, file, []byte(changed))
+}
+
+// writeOverlay writes a file for go build -overlay that puts another content in the place of a file's.
+func writeOverlay(dir, file string, changed []byte) (string, error) {
+	replaced, overlay := filepath.Join(dir, filepath.Base(file)), filepath.Join(dir, "overlay.json")
+	if err := os.WriteFile(replaced, changed, 0o600); err != nil {
 		return "", err
 	}
 	b, err := json.Marshal(map[string]map[string]string{"Replace": {file: replaced}})

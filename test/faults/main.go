@@ -19,6 +19,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"slices"
 	"syscall"
 	"time"
 
@@ -42,6 +43,8 @@ type config struct {
 	pause    time.Duration
 	seed     uint64
 	plain    bool
+	upgrade  string
+	old      string
 	dry      bool
 }
 
@@ -53,10 +56,12 @@ func main() {
 	flag.DurationVar(&c.pause, "pause", 30*time.Millisecond, "mean pause of a caller between two calls")
 	flag.Uint64Var(&c.seed, "seed", uint64(time.Now().UnixNano()), "seed of schedule and load; the time unless given")
 	flag.BoolVar(&c.plain, "plain", false, "TCP proxies on loopback and no disks, as without root or Linux")
+	flag.StringVar(&c.upgrade, "upgrade", "", "instead of faults: version (programs of an earlier commit are replaced one by one, and come back) or fold (snapshots of another version of the fold are built and switched to, and back)")
+	flag.StringVar(&c.old, "old", "", "commit whose programs -upgrade version begins with; the latest tag, or ten commits ago, unless given")
 	flag.BoolVar(&c.dry, "schedule", false, "print the schedule and do nothing")
 	flag.Parse()
-	if flag.NArg() > 0 || c.sessions < 1 || c.workers < 1 || c.duration <= 0 || c.pause <= 0 {
-		fmt.Fprintln(os.Stderr, "faults: expected no arguments and positive numbers; -h shows what there is")
+	if flag.NArg() > 0 || c.sessions < 1 || c.workers < 1 || c.duration <= 0 || c.pause <= 0 || !slices.Contains([]string{"", toVersion, toFold}, c.upgrade) {
+		fmt.Fprintln(os.Stderr, "faults: expected no arguments, positive numbers and a way to upgrade that there is; -h shows what there is")
 		os.Exit(2)
 	}
 	if !c.dry && !c.plain && !alone() {
@@ -82,13 +87,17 @@ func run(c config) int {
 	if s.stack != nil {
 		err = errors.Join(err, s.stack.close(s.Tally))
 	}
+	if errors.Is(err, errNoHistory) {
+		s.say("left out: %v", err)
+		return 0
+	}
 	if err != nil {
 		s.Finding("%v", err)
 	}
 	s.say("seed %d done", c.seed)
 	s.Print(os.Stdout)
 	if s.Found() > 0 {
-		fmt.Printf("again: make e2e SEED=%d ARGS='-duration %v'\n", c.seed, c.duration)
+		fmt.Printf("again: make e2e SEED=%d ARGS='-duration %v%s'\n", c.seed, c.duration, map[bool]string{true: " -upgrade " + c.upgrade}[c.upgrade != ""])
 		return 1
 	}
 	return 0
@@ -118,13 +127,24 @@ func (s *suite) run(ctx context.Context, plan []fault) error {
 	if err := s.stack.start(ctx); err != nil {
 		return err
 	}
-	s.say("three servers, %d appenders and %d projectors run; %d callers on %d sessions, %d faults in %v", appenders, projectors, s.workers, s.sessions, len(plan), s.duration)
+	what := fmt.Sprintf("%d faults in %v", len(plan), s.duration)
+	if s.upgrade != "" {
+		what = "upgrade of the " + s.upgrade
+	}
+	s.say("three servers, %d appenders and %d projectors run; %d callers on %d sessions, %s", appenders, projectors, s.workers, s.sessions, what)
 	s.callers = newCallers(s)
 	stopLoad := s.callers.start(ctx)
-	if err := s.inflict(ctx, plan); err != nil {
+	do := func(ctx context.Context) error { return s.inflict(ctx, plan) }
+	switch s.upgrade {
+	case toVersion:
+		do = s.upgradeVersion
+	case toFold:
+		do = s.upgradeFold
+	}
+	if err := do(ctx); err != nil {
 		s.Finding("%v", err)
 	}
-	s.say("healed; stopping the load")
+	s.say("done to them; stopping the load")
 	stopLoad()
 	if ctx.Err() != nil {
 		return errors.New("interrupted; nothing was checked")

@@ -27,6 +27,8 @@ const (
 type stack struct {
 	dir       string // with the stores
 	programs  string // directory of what was built
+	old, next string // the same of an earlier version, and of another version of the fold
+	upgrade   string
 	processes map[string]*process
 	names     []string // of processes, in the order of their start
 	net       fabric
@@ -57,9 +59,21 @@ func newStack(ctx context.Context, c config, say func(string, ...any)) (*stack, 
 	if err != nil {
 		return nil, err
 	}
-	s := &stack{dir: dir, processes: map[string]*process{}, without: map[string]string{}}
+	s := &stack{dir: dir, processes: map[string]*process{}, without: map[string]string{}, upgrade: c.upgrade}
 	if err := s.build(ctx); err != nil {
 		return s, err
+	}
+	switch c.upgrade {
+	case toVersion:
+		var commit string
+		if s.old, commit, err = s.buildOld(ctx, c.old); err != nil {
+			return s, err
+		}
+		say("the earlier version is that of commit %s", commit)
+	case toFold:
+		if s.next, err = s.buildFold(ctx); err != nil {
+			return s, err
+		}
 	}
 	s.net = &proxies{}
 	where := "TCP proxies on loopback"
@@ -128,7 +142,11 @@ func (s *stack) disks(say func(string, ...any)) error {
 
 // lay makes a way for each pair of servers and direction, and for each program and server.
 func (s *stack) lay(syncAlways bool) error {
-	free, err := load.FreeAddresses(2*3 + appenders + projectors)
+	names := programNames
+	if s.upgrade == toFold {
+		names = append(slices.Clone(names), nextNames...)
+	}
+	free, err := load.FreeAddresses(2*3 + len(names))
 	if err != nil {
 		return err
 	}
@@ -161,8 +179,8 @@ func (s *stack) lay(syncAlways bool) error {
 		p := s.processes[from]
 		p.Line = append(p.Line, "-routes", strings.Join(urls, ","))
 	}
-	for i, name := range programNames {
-		program := map[byte]string{'a': "appender", 'p': "projector"}[name[0]]
+	for i, name := range names {
+		program := map[byte]string{'a': "appender", 'p': "projector", 'q': "projector"}[name[0]]
 		host, within, err := s.net.place(name)
 		if err != nil {
 			return err
@@ -182,13 +200,16 @@ func (s *stack) lay(syncAlways bool) error {
 			urls = append(urls, "nats://"+addr)
 		}
 		p.Line = append(p.Line, "--nats", strings.Join(urls, ","))
+		if s.upgrade == toVersion {
+			p.use(s.old)
+		}
 	}
 	return nil
 }
 
 func (s *stack) add(name string, within []string, program string, args ...string) *process {
 	line := append(append(slices.Clone(within), s.program(program)), args...)
-	p := &process{Process: load.NewProcess(name, s.dir, line, noSpace)}
+	p := &process{Process: load.NewProcess(name, s.dir, line, noSpace), at: len(within)}
 	s.processes[name], s.names = p, append(s.names, name)
 	return p
 }
@@ -277,6 +298,7 @@ func (s *stack) close(t *load.Tally) error {
 // process is a program or server with what it suffers from.
 type process struct {
 	*load.Process
+	at    int     // of the program in its command line
 	store string  // directory of a server's store
 	disk  *disk   // nil when it has none of its own
 	http  string  // base URL of its API

@@ -32,6 +32,11 @@ func Build(ctx context.Context, dir string, args ...string) error {
 	if err != nil {
 		return err
 	}
+	return BuildIn(ctx, root, dir, args...)
+}
+
+// BuildIn is Build of another module.
+func BuildIn(ctx context.Context, root, dir string, args ...string) error {
 	build := []string{"build", "-o", dir + string(filepath.Separator)}
 	if harness.Race() {
 		build = append(build, "-race")
