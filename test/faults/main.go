@@ -18,6 +18,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"os/exec"
 	"os/signal"
 	"slices"
 	"syscall"
@@ -64,7 +65,7 @@ func main() {
 		fmt.Fprintln(os.Stderr, "faults: expected no arguments, positive numbers and a way to upgrade that there is; -h shows what there is")
 		os.Exit(2)
 	}
-	if !c.dry && !c.plain && !alone() {
+	if _, err := exec.LookPath("ip"); err == nil && !c.dry && !c.plain && !alone() {
 		if code, ok := isolate(append(os.Args[1:], fmt.Sprintf("-seed=%d", c.seed))); ok {
 			os.Exit(code)
 		}
@@ -97,7 +98,11 @@ func run(c config) int {
 	s.say("seed %d done", c.seed)
 	s.Print(os.Stdout)
 	if s.Found() > 0 {
-		fmt.Printf("again: make e2e SEED=%d ARGS='-duration %v%s'\n", c.seed, c.duration, map[bool]string{true: " -upgrade " + c.upgrade}[c.upgrade != ""])
+		how := fmt.Sprintf("-duration %v -plain=%v", c.duration, c.plain)
+		if c.upgrade != "" {
+			how += fmt.Sprintf(" -upgrade %s -old '%s'", c.upgrade, c.old)
+		}
+		fmt.Printf("again: make e2e SEED=%d ARGS=\"%s\"\n", c.seed, how)
 		return 1
 	}
 	return 0
@@ -144,7 +149,7 @@ func (s *suite) run(ctx context.Context, plan []fault) error {
 	if err := do(ctx); err != nil {
 		s.Finding("%v", err)
 	}
-	s.say("done to them; stopping the load")
+	s.say("all is mended; stopping the load")
 	stopLoad()
 	if ctx.Err() != nil {
 		return errors.New("interrupted; nothing was checked")

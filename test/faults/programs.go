@@ -124,16 +124,17 @@ const syncEvery = 4
 func (s *stack) disks(say func(string, ...any)) error {
 	for _, name := range serverNames {
 		p := s.processes[name]
-		var err error
-		if !alone() {
-			err = errors.New("needs root on Linux, and not -plain")
-		} else if p.disk, err = newDisk(p.store, filepath.Join(s.dir, "disk-"+name)); err == nil {
-			err = p.disk.check()
+		err := errors.New("needs root on Linux, and not -plain")
+		if alone() {
+			p.disk, err = newDisk(p.store, filepath.Join(s.dir, "disk-"+name))
 		}
 		if err != nil {
 			s.without[full], s.without[sluggish] = err.Error(), err.Error()
 			say("servers have no disks of their own: %v", err)
 			return nil
+		}
+		if err := p.disk.check(); err != nil {
+			s.without[sluggish] = err.Error()
 		}
 	}
 	say("each server has a disk of its own, of %d MiB", diskMiB)

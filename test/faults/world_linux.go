@@ -143,7 +143,7 @@ func (d *disk) slow(pid int) error {
 	return errors.Join(d.limit(slowWrites, slowBytes), os.WriteFile(filepath.Join(d.group, "cgroup.procs"), fmt.Append(nil, pid), 0o644))
 }
 
-// check says why the disk cannot be slowed.
+// check says why the disk cannot be slowed: that takes the blkio controller of cgroup v1.
 func (d *disk) check() error {
 	if err := os.Mkdir(d.group, 0o755); err != nil && !errors.Is(err, os.ErrExist) {
 		return err
