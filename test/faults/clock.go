@@ -50,6 +50,10 @@ var faultsClock = func() (sec int64) {
 
 // writeOverlay writes a file for go build -overlay that puts another content in the place of a file's.
 func writeOverlay(dir, file string, changed []byte) (string, error) {
+	dir = filepath.Join(dir, "_overlay") // ./... does not take it for a package
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", err
+	}
 	replaced, overlay := filepath.Join(dir, filepath.Base(file)), filepath.Join(dir, "overlay.json")
 	if err := os.WriteFile(replaced, changed, 0o600); err != nil {
 		return "", err

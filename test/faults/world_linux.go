@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -27,6 +28,13 @@ func isolate(args []string) (int, bool) {
 	if err := harness.StartCommand(cmd); err != nil {
 		return 0, false
 	}
+	told := make(chan os.Signal, 1)
+	signal.Notify(told, syscall.SIGINT, syscall.SIGTERM)
+	go func() {
+		for sig := range told {
+			_ = cmd.Process.Signal(sig) // it may have ended
+		}
+	}()
 	_ = cmd.Wait() // how it ended is in ProcessState
 	return cmd.ProcessState.ExitCode(), true
 }
