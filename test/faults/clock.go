@@ -1,7 +1,9 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -55,12 +57,17 @@ func writeOverlay(dir, file string, changed []byte) (string, error) {
 		return "", err
 	}
 	replaced, overlay := filepath.Join(dir, filepath.Base(file)), filepath.Join(dir, "overlay.json")
-	if err := os.WriteFile(replaced, changed, 0o600); err != nil {
-		return "", err
-	}
 	b, err := json.Marshal(map[string]map[string]string{"Replace": {file: replaced}})
 	if err != nil {
 		return "", err
 	}
-	return overlay, os.WriteFile(overlay, b, 0o600)
+	return overlay, errors.Join(writeNew(replaced, changed), writeNew(overlay, b))
+}
+
+// writeNew writes a file unless it holds that already: another run may be reading it.
+func writeNew(file string, content []byte) error {
+	if b, err := os.ReadFile(file); err == nil && bytes.Equal(b, content) {
+		return nil
+	}
+	return os.WriteFile(file, content, 0o600)
 }
