@@ -9,9 +9,10 @@ PACKAGES ?= ./...
 BENCH    ?= .
 ARGS     ?=
 SEED     ?= 1
+OLD      ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build image demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-telemetry bench-verify soak scale e2e e2e-scale e2e-restore e2e-compose watch-storm fuzz-http lint vuln verify clean
+.PHONY: help build image demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-telemetry bench-verify soak scale e2e e2e-upgrade e2e-scale e2e-restore e2e-compose watch-storm fuzz-http lint vuln verify clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,7 +85,7 @@ scale: ## Project 100,000 sessions and 5 million events within a memory limit, a
 	PALIMPSEST_SCALE=$${SCALE:-100000,5000000,1024MiB} $(GO) test -count=1 -v -timeout 90m -run '^TestAFleetIsProjectedAndRebuilt$$' ./test/e2e
 
 # One seed, or several of which each has its turn: SEED='1 2 3', SEED=1..20.
-e2e: ## Faults drawn from SEED on a real cluster under load, then check all (SEED=1..20, ARGS='-duration 30s')
+e2e: ## Faults drawn from SEED on a real cluster under load, then check all (SEED=1..20, ARGS='-duration 30s'; as root: in namespaces)
 	@mkdir -p bin && $(GO) build -o bin/faults ./test/faults
 	@failed=; for seed in $$(echo '$(SEED)' | awk '{ for (i = 1; i <= NF; i++) { n = split($$i, r, /\.\./); for (s = r[1]; s <= (n > 1 ? r[2] : r[1]); s++) print s } }'); do \
 		bin/faults -seed $$seed $(ARGS) || failed="$$failed $$seed"; \
@@ -92,6 +93,12 @@ e2e: ## Faults drawn from SEED on a real cluster under load, then check all (SEE
 
 e2e-restore: ## Back up, wipe and restore a store of RESTORE_EVENTS (1000000) events, check all of it
 	RESTORE_EVENTS=$${RESTORE_EVENTS:-1000000} $(GO) test -count=1 -v -timeout 60m -run '^TestAStoreIsRestoredFromItsBackup$$' ./test/e2e
+
+# OLD is a commit; the latest tag, or ten commits ago, unless given.
+e2e-upgrade: ## Replace programs of an earlier commit one by one under load, and go back; the same with another version of the fold (OLD=v1.2)
+	@mkdir -p bin && $(GO) build -o bin/faults ./test/faults
+	bin/faults -seed $(SEED) -upgrade version -old '$(OLD)' $(ARGS)
+	bin/faults -seed $(SEED) -upgrade fold $(ARGS)
 
 e2e-scale: ## Kill, freeze, add and drain workers, restart servers and clusters under load, in a few minutes
 	PALIMPSEST_LONG=1 $(GO) test -count=1 -v -timeout 20m -run '^TestScale' ./test/e2e

@@ -57,8 +57,8 @@ func (c *eventTypesRemoveCmd) Run(ctx context.Context) error {
 func (f storeFlags) withStored(ctx context.Context, do func(*store, []string) error) error {
 	var g platform.Group
 	return stopAfter(&g, func() error {
-		s, err := f.connect(ctx, "palimpsest-appender-cli", ownAddress, &g)
-		if err != nil {
+		s := new(store)
+		if err := f.connect(ctx, s, "palimpsest-appender-cli", ownAddress, &g); err != nil {
 			return err
 		}
 		js, err := jetstream.New(s.conns.KV)

@@ -37,24 +37,34 @@ type store struct {
 // open connects to NATS, or starts the embedded server on listen and connects to that. What
 // was opened is added to the group, to be stopped with it.
 func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.Group) (*store, error) {
+	return f.openPatiently(ctx, name, listen, g, platform.Patience{})
+}
+
+// openPatiently is open for a program that serves.
+func (f storeFlags) openPatiently(ctx context.Context, name, listen string, g *platform.Group, p platform.Patience) (*store, error) {
 	if _, err := events.NewVocabulary(splitList(f.EventTypes)...); err != nil { // before anything starts
 		return nil, err
 	}
-	s, err := f.connect(ctx, name, listen, g)
-	if err != nil {
+	s := new(store)
+	if err := p.Do(ctx, "NATS", func(ctx context.Context) error { return f.connect(ctx, s, name, listen, g) }); err != nil {
 		return nil, err
 	}
-	return s, f.bind(ctx, s)
+	return s, p.Do(ctx, "log and buckets", func(ctx context.Context) error { return f.bind(ctx, s) })
 }
 
-// connect is the first half of open: it looks at nothing that is stored.
-func (f storeFlags) connect(ctx context.Context, name, listen string, g *platform.Group) (*store, error) {
-	s := &store{url: f.NATS}
+// transient reports whether a start may succeed later.
+func transient(err error) bool { return platform.Unreached(err) || journal.Transient(err) }
+
+// connect is the first half of open: it looks at nothing that is stored. A second call goes on where
+// the first one failed.
+func (f storeFlags) connect(ctx context.Context, s *store, name, listen string, g *platform.Group) error {
 	var err error
-	if f.NATS == "" && f.Context == "" {
+	if f.NATS != "" || f.Context != "" {
+		s.url = f.NATS
+	} else if s.server == nil {
 		s.server, err = platform.StartServer(platform.EmbedConfig{DataDir: f.Data, Listen: listen, Durability: platform.Durability(f.Durability)})
 		if err != nil {
-			return nil, err
+			return err
 		}
 		g.Add("nats-server", platform.StopFunc(s.server.Shutdown))
 		s.url = s.server.ClientURL()
@@ -62,13 +72,13 @@ func (f storeFlags) connect(ctx context.Context, name, listen string, g *platfor
 	cc := f.NATSFlags.Config(name)
 	cc.URL = s.url
 	if s.conns, err = platform.ConnectAll(ctx, platform.ConnsConfig{ConnConfig: cc}); err != nil {
-		return nil, err
+		return err
 	}
 	g.Add("nats", platform.StopFunc(s.disconnect))
 	if f.Context != "" {
 		s.url = s.conns.KV.ConnectedUrl()
 	}
-	return s, nil
+	return nil
 }
 
 // bind is the second half of open: the log and the buckets.

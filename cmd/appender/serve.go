@@ -15,6 +15,7 @@ import (
 
 type serveCmd struct {
 	storeFlags
+	platform.StartFlags
 	attestFlags
 	api.EdgeFlags
 	Listen     string `help:"Address of the HTTP API; port 0 picks a free one." default:"127.0.0.1:8080" env:"PALIMPSEST_APPENDER_LISTEN"`
@@ -61,11 +62,15 @@ func (c *serveCmd) Run(ctx context.Context) error {
 		return err
 	}
 	var g platform.Group
-	s, err := c.open(ctx, "palimpsest-appender", c.NATSListen, &g)
+	served, err := c.EdgeFlags.Open(ctx, "palimpsest-appender", c.Listen, &g)
 	if err != nil {
 		return stopAfter(&g, err)
 	}
-	served, err := c.EdgeFlags.Open(ctx, "palimpsest-appender", c.Listen, &g)
+	patience, err := served.Listen(ctx, c.StartWait, transient)
+	if err != nil {
+		return stopAfter(&g, err)
+	}
+	s, err := c.openPatiently(ctx, "palimpsest-appender", c.NATSListen, &g, patience)
 	if err != nil {
 		return stopAfter(&g, err)
 	}
@@ -82,7 +87,11 @@ func (c *serveCmd) Run(ctx context.Context) error {
 		return stopAfter(&g, err)
 	}
 	g.Add("contention", platform.StopFunc(func(context.Context) error { stop(); return nil }))
-	attester, err := c.attester(ctx, s)
+	var attester platform.Service
+	err = patience.Do(ctx, "stream of checkpoints", func(ctx context.Context) (err error) {
+		attester, err = c.attester(ctx, s)
+		return err
+	})
 	if err != nil {
 		return stopAfter(&g, err)
 	}

@@ -43,6 +43,14 @@ func (f *storeFlags) vocabulary() (*events.Vocabulary, error) {
 
 // open connects to NATS. What was opened is added to the group, to be stopped with it.
 func (f *storeFlags) open(ctx context.Context, name string, g *platform.Group) (*store, error) {
+	return f.openPatiently(ctx, name, g, platform.Patience{})
+}
+
+// transient reports whether a start may succeed later.
+func transient(err error) bool { return platform.Unreached(err) || journal.Transient(err) }
+
+// openPatiently is open for a program that serves.
+func (f *storeFlags) openPatiently(ctx context.Context, name string, g *platform.Group, p platform.Patience) (*store, error) {
 	vocabulary, err := f.vocabulary()
 	if err != nil {
 		return nil, err
@@ -51,22 +59,28 @@ func (f *storeFlags) open(ctx context.Context, name string, g *platform.Group) (
 		f.NATS = defaultURL
 	}
 	s := new(store)
-	if s.conns, err = platform.ConnectAll(ctx, platform.ConnsConfig{ConnConfig: f.NATSFlags.Config(name)}); err != nil {
+	err = p.Do(ctx, "NATS", func(ctx context.Context) (err error) {
+		s.conns, err = platform.ConnectAll(ctx, platform.ConnsConfig{ConnConfig: f.NATSFlags.Config(name)})
+		return err
+	})
+	if err != nil {
 		return nil, err
 	}
 	g.Add("nats", platform.StopFunc(s.disconnect))
 	if f.Context != "" {
 		f.NATS = s.conns.KV.ConnectedUrl()
 	}
-	// The partitions are read over the connections that an appender publishes on.
-	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV, Made: s.conns.Made}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
-		return nil, err
-	}
-	if s.headers, err = s.journal.OpenHeaders(ctx); err != nil {
-		return nil, err
-	}
-	s.buckets, err = projection.OpenBuckets(ctx, s.journal.JetStream(), f.Replicas)
-	return s, err
+	return s, p.Do(ctx, "log and buckets", func(ctx context.Context) (err error) {
+		// The partitions are read over the connections that an appender publishes on.
+		if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV, Made: s.conns.Made}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
+			return err
+		}
+		if s.headers, err = s.journal.OpenHeaders(ctx); err != nil {
+			return err
+		}
+		s.buckets, err = projection.OpenBuckets(ctx, s.journal.JetStream(), f.Replicas)
+		return err
+	})
 }
 
 // ready says why the log cannot be reached, nil when it can.

@@ -15,6 +15,7 @@ import (
 
 type serveCmd struct {
 	storeFlags
+	platform.StartFlags
 	api.EdgeFlags
 	AccessLog       bool          `help:"Record every read of sessions in the stream ACCESS." env:"PALIMPSEST_ACCESS_LOG"`
 	AccessMaxAge    time.Duration `help:"How long records of reads stay, where the stream is created." default:"2160h"`
@@ -59,16 +60,20 @@ func (c *serveCmd) Run(ctx context.Context) error {
 		}
 	}
 	var g platform.Group
-	s, err := c.open(ctx, "palimpsest-projector", &g)
-	if err != nil {
-		return stopAfter(&g, err)
-	}
 	served, err := c.EdgeFlags.Open(ctx, "palimpsest-projector", c.Listen, &g)
 	if err != nil {
 		return stopAfter(&g, err)
 	}
+	patience, err := served.Listen(ctx, c.StartWait, transient)
+	if err != nil {
+		return stopAfter(&g, err)
+	}
+	s, err := c.openPatiently(ctx, "palimpsest-projector", &g, patience)
+	if err != nil {
+		return stopAfter(&g, err)
+	}
 	if c.AccessLog {
-		l := api.NewAccessLog(s.journal.JetStream(), api.AccessConfig{MaxAge: c.AccessMaxAge, Replicas: c.Replicas})
+		l := api.NewAccessLog(s.journal.JetStream(), api.AccessConfig{MaxAge: c.AccessMaxAge, Replicas: c.Replicas, Patience: patience})
 		g.Add("access log", l)
 		served.Record(l)
 	}
@@ -79,7 +84,7 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	reader := projection.NewReader(s.journal, s.headers, s.buckets, heads)
 	s.buckets.Snapshots.CachePages(c.PageCache)
 	reader.CacheHeaders(c.HeaderCache)
-	g.Add("worker", worker)
+	g.Add("worker", patience.Patient("projection", worker))
 	hubs := projection.NewHubs(reader, s.conns.Publish[0])
 	open := api.ProjectorConfig{
 		Fleet: projection.NewFleet(reader, projection.FleetConfig{Every: c.FeedEvery, Behind: c.FeedBehind}),

@@ -30,6 +30,8 @@ type AccessConfig struct {
 	Replicas int
 	// Queue is how many records may wait for JetStream; more are dropped and counted. Defaults to 4096.
 	Queue int
+	// Patience is how the start waits for the stream. Defaults to not at all.
+	Patience platform.Patience
 	// Logger hears of dropped records. Defaults to slog.Default().
 	Logger *slog.Logger
 }
@@ -85,18 +87,8 @@ func NewAccessLog(js jetstream.JetStream, cfg AccessConfig) *AccessLog {
 }
 
 func (l *AccessLog) run(ctx context.Context, ready func()) error {
-	_, err := l.js.Stream(ctx, l.cfg.Stream)
-	if errors.Is(err, jetstream.ErrStreamNotFound) {
-		_, err = l.js.CreateStream(ctx, jetstream.StreamConfig{
-			Name: l.cfg.Stream, Description: "Palimpsest: who read which session", Subjects: []string{l.cfg.Prefix + ".>"},
-			Storage: jetstream.FileStorage, MaxAge: l.cfg.MaxAge, Replicas: l.cfg.Replicas,
-		})
-		if errors.Is(err, jetstream.ErrStreamNameAlreadyInUse) {
-			err = nil // another process was faster
-		}
-	}
-	if err != nil {
-		return fmt.Errorf("stream %s of the access log: %w", l.cfg.Stream, err)
+	if err := l.cfg.Patience.Do(ctx, "stream of reads", l.bind); err != nil {
+		return err
 	}
 	ready()
 	for {
@@ -114,6 +106,24 @@ func (l *AccessLog) run(ctx context.Context, ready func()) error {
 			}
 		}
 	}
+}
+
+// bind creates the stream when it is not there.
+func (l *AccessLog) bind(ctx context.Context) error {
+	_, err := l.js.Stream(ctx, l.cfg.Stream)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		_, err = l.js.CreateStream(ctx, jetstream.StreamConfig{
+			Name: l.cfg.Stream, Description: "Palimpsest: who read which session", Subjects: []string{l.cfg.Prefix + ".>"},
+			Storage: jetstream.FileStorage, MaxAge: l.cfg.MaxAge, Replicas: l.cfg.Replicas,
+		})
+		if errors.Is(err, jetstream.ErrStreamNameAlreadyInUse) {
+			err = nil // another process was faster
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("stream %s of the access log: %w", l.cfg.Stream, err)
+	}
+	return nil
 }
 
 // accessTime is how long JetStream may take for a record.

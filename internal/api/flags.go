@@ -41,6 +41,8 @@ type Served struct {
 	Telemetry *telemetry.Telemetry // nil: none
 	flags     EdgeFlags
 	listen    string
+	front     *front
+	server    *platform.HTTPServer // nil until Listen
 }
 
 // asked reports whether callers are asked who they are.
@@ -120,16 +122,30 @@ func (s *Served) edge() *Edge {
 // Record has reads noted in the log of reads. It must be called before the API is made.
 func (s *Served) Record(l *AccessLog) { s.edge().Access = l }
 
-// Serve adds the server of the API to the group.
+// Listen opens the server of the API, which answers that the program is alive and not ready until
+// Serve says what it serves and Open lets it. Patience is how a start waits for what is away meanwhile.
+func (s *Served) Listen(ctx context.Context, within time.Duration, worth func(error) bool) (platform.Patience, error) {
+	s.front = newFront()
+	s.server = platform.Serve(platform.HTTPConfig{
+		Listen: s.listen, Handler: s.front, HeaderTimeout: s.flags.HeaderTimeout,
+		CertFile: s.flags.HTTPCert, KeyFile: s.flags.HTTPKey, ClientCAFile: s.flags.HTTPClientCA,
+	})
+	return platform.Patience{Within: within, Worth: worth, Failed: s.front.waits}, s.server.Start(ctx)
+}
+
+// Serve adds the server of the API, which Listen opened, to the group: to be stopped in its turn.
 func (s *Served) Serve(h http.Handler, g *platform.Group) *platform.HTTPServer {
 	if s.flags.AdminListen != "" {
 		g.Add("admin", platform.Serve(platform.HTTPConfig{Listen: s.flags.AdminListen, Handler: profiles()}))
 	}
-	srv := platform.Serve(platform.HTTPConfig{
-		Listen: s.listen, Handler: h, HeaderTimeout: s.flags.HeaderTimeout,
-		CertFile: s.flags.HTTPCert, KeyFile: s.flags.HTTPKey, ClientCAFile: s.flags.HTTPClientCA,
-	})
-	g.Add("http", srv)
+	srv := s.server
+	g.Add("http", platform.Running{HTTPServer: srv})
+	g.Add("front", platform.NewRunner(func(ctx context.Context, ready func()) error {
+		s.front.open(h) // all that it needs has started
+		ready()
+		<-ctx.Done()
+		return nil
+	}))
 	if files := srv.TLSFiles(); slices.Contains(files, s.flags.HTTPCert) && s.flags.HTTPCert != "" {
 		g.Add("certificates", platform.ReloadOnChange(platform.ReloadConfig{Files: files, Reload: srv.ReloadTLS}))
 	}

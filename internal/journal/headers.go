@@ -20,7 +20,7 @@ const HeadersBucket = "HEADERS"
 // OpenBucket binds to a KV bucket, creating it with the given settings when it is not there.
 // It never changes the settings of one that is: those may have been made on purpose.
 func OpenBucket(ctx context.Context, js jetstream.JetStream, c jetstream.KeyValueConfig) (kv jetstream.KeyValue, err error) {
-	for {
+	for range openTries {
 		// A request that was lost with its connection is never answered: do not wait for all of ctx.
 		one, cancel := context.WithTimeout(ctx, openTimeout)
 		kv, err = openBucket(one, js, c)
@@ -29,10 +29,14 @@ func OpenBucket(ctx context.Context, js jetstream.JetStream, c jetstream.KeyValu
 			return kv, err
 		}
 	}
+	return nil, err
 }
 
-// openTimeout bounds one try to bind to a bucket.
-const openTimeout = 5 * time.Second
+const (
+	// openTimeout bounds one try to bind to a bucket.
+	openTimeout = 5 * time.Second
+	openTries   = 3
+)
 
 func openBucket(ctx context.Context, js jetstream.JetStream, c jetstream.KeyValueConfig) (jetstream.KeyValue, error) {
 	kv, err := js.KeyValue(ctx, c.Bucket)

@@ -277,6 +277,29 @@ func (j *Journal) MaxCommit() int {
 	return most - events.HeaderReserve
 }
 
+// Transient reports whether an error of opening the log or its buckets may go away by itself: nobody
+// answered, or the cluster has no leader, or too few servers for the replicas that are to be created.
+func Transient(err error) bool {
+	var e *events.Error
+	if errors.As(err, &e) {
+		return e.Code == events.CodeUnavailable
+	}
+	if errors.Is(err, jetstream.ErrJetStreamNotEnabledForAccount) {
+		return false
+	}
+	var api *jetstream.APIError
+	if errors.As(err, &api) {
+		return api.Code == 503 || api.ErrorCode == errNoPeers
+	}
+	for _, away := range []error{context.DeadlineExceeded, nats.ErrTimeout, nats.ErrNoResponders, jetstream.ErrNoStreamResponse,
+		jetstream.ErrJetStreamNotEnabled, nats.ErrDisconnected, nats.ErrConnectionReconnecting, nats.ErrReconnectBufExceeded} {
+		if errors.Is(err, away) {
+			return true
+		}
+	}
+	return false
+}
+
 // unavailable is the error of a request that JetStream did not answer.
 func (j *Journal) unavailable(err error) error {
 	var e *events.Error

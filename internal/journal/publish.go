@@ -24,6 +24,7 @@ const (
 	errDuplicateInFlight    = 10158 // the same message id is being stored right now
 	errMessageTooLarge      = 10054
 	errStoreFailed          = 10077 // its text says why
+	errNoPeers              = 10005 // too few servers for the replicas
 )
 
 // ConflictError says that the session's log went on behind the writer's back: Commits are the

@@ -204,12 +204,23 @@ func Connect(ctx context.Context, cfg ConnConfig) (*nats.Conn, error) {
 		select {
 		case <-waitCtx.Done():
 			if errors.Is(context.Cause(waitCtx), errConnectWait) {
-				return nil, fmt.Errorf("no NATS server at %s within %s: %w; start one, or give another URL", where, cfg.ConnectWait, err)
+				return nil, &unreached{fmt.Errorf("no NATS server at %s within %s: %w; start one, or give another URL", where, cfg.ConnectWait, err)}
 			}
 			return nil, fmt.Errorf("connecting to NATS at %s was given up: %w", where, context.Cause(ctx))
 		case <-time.After(reconnectWait + rand.N(reconnectJitter)):
 		}
 	}
+}
+
+// unreached is the error of Connect when nobody answered.
+type unreached struct{ error }
+
+func (e *unreached) Unwrap() error { return e.error }
+
+// Unreached reports whether an error of Connect says that nobody answered: somebody may later.
+func Unreached(err error) bool {
+	var e *unreached
+	return errors.As(err, &e)
 }
 
 // errContext says that a NATS context is not usable.

@@ -24,6 +24,11 @@ func (f NATSFlags) Config(name string) ConnConfig {
 	}
 }
 
+// StartFlags are the flags of how long a program that serves waits for what is away when it starts.
+type StartFlags struct {
+	StartWait time.Duration `help:"How long a start waits for NATS, for leaders of stream and buckets, and for servers to create them on, before it ends with an error; /readyz and the log say what is missing. 0: for ever." default:"0s" env:"PALIMPSEST_START_WAIT"`
+}
+
 // LogFlags are the flags of logging.
 type LogFlags struct {
 	LogFormat string `help:"Log as json or text, to stderr." enum:"json,text" default:"json" env:"PALIMPSEST_LOG_FORMAT"`

@@ -18,26 +18,30 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/test/e2e/harness"
+	"palimpsest/test/load"
 )
 
 // check holds what is stored and served against what was acknowledged.
 func (s *suite) check(ctx context.Context) error {
 	begun := time.Now()
+	if err := s.inStep(ctx); err != nil {
+		s.Finding("%v", err)
+	}
 	if err := s.projected(ctx); err != nil {
 		return err
 	}
 	s.say("all is projected %v after the load; verifying", time.Since(begun).Round(time.Millisecond))
 	vctx, cancel := context.WithTimeout(ctx, verifyTime)
 	defer cancel()
-	cmd := exec.CommandContext(vctx, s.stack.processes["p0"].path, "verify", "--all", "--wait", "60s", "--nats", s.stack.direct(), "--replicas", "3", "--log-level", "warn")
-	cmd.Env = environment()
+	cmd := exec.CommandContext(vctx, s.stack.program("projector"), "verify", "--all", "--wait", "60s", "--nats", s.stack.direct(), "--replicas", "3", "--log-level", "warn")
+	cmd.Env = load.Environment()
 	out, err := cmd.CombinedOutput()
 	text := strings.TrimSpace(string(out))
 	s.say("projector verify --all: %s", text[strings.LastIndexByte(text, '\n')+1:])
 	if err != nil {
-		s.finding("projector verify --all: %v\n%s", err, text)
+		s.Finding("projector verify --all: %v\n%s", err, text)
 	}
-	s.add("check: verify --all", 1)
+	s.Add("check: verify --all", 1)
 
 	ctx, cancel = context.WithTimeout(ctx, checkTime)
 	defer cancel()
@@ -45,20 +49,58 @@ func (s *suite) check(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("reading the store: %w", err)
 	}
-	sessions := s.load.all()
+	sessions := s.callers.all()
 	for _, one := range sessions {
 		if err := s.checkOne(ctx, one, logs, headers); err != nil {
-			s.finding("%s: %v", one.id, err)
+			s.Finding("%s: %v", one.id, err)
 		}
 	}
 	return ctx.Err()
+}
+
+// inStep waits until every stream has a leader, and replicas on the other servers that are in step.
+func (s *suite) inStep(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, healTime)
+	defer cancel()
+	nc, err := nats.Connect(s.stack.direct(), nats.MaxReconnects(-1))
+	if err != nil {
+		return err
+	}
+	defer nc.Close()
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return err
+	}
+	for {
+		behind, n := errors.New("no answer"), int64(0)
+		one, stop := context.WithTimeout(ctx, 5*time.Second)
+		streams := js.ListStreams(one)
+		for info := range streams.Info() {
+			if n++; n == 1 {
+				behind = nil
+			}
+			if info.Cluster == nil || info.Cluster.Leader == "" || len(info.Cluster.Replicas) != len(serverNames)-1 ||
+				slices.ContainsFunc(info.Cluster.Replicas, func(r *jetstream.PeerInfo) bool { return !r.Current || r.Offline }) {
+				b, _ := json.Marshal(info.Cluster) // to be shown
+				behind = fmt.Errorf("%s: %s", info.Config.Name, b)
+			}
+		}
+		stop()
+		if behind == nil && streams.Err() == nil {
+			s.Add("check: streams whose replicas are in step", n)
+			return nil
+		}
+		if !load.Wait(ctx, 500*time.Millisecond) {
+			return fmt.Errorf("replicas are not in step within %v: %w", healTime, errors.Join(behind, streams.Err()))
+		}
+	}
 }
 
 // projected waits until every projector says that all is in heads.
 func (s *suite) projected(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, healTime)
 	defer cancel()
-	for _, c := range s.load.reads {
+	for _, c := range s.callers.reads {
 		for {
 			a, err := c.Do(ctx, "GET", "/v1/status", nil)
 			var status struct {
@@ -73,7 +115,7 @@ func (s *suite) projected(ctx context.Context) error {
 					break
 				}
 			}
-			if !wait(ctx, 100*time.Millisecond) {
+			if !load.Wait(ctx, 100*time.Millisecond) {
 				return fmt.Errorf("not projected within %v: %.500s %w", healTime, a.Body, err)
 			}
 		}
@@ -158,8 +200,8 @@ func (s *suite) checkOne(ctx context.Context, one *session, logs map[string][]ha
 	if err != nil {
 		return fmt.Errorf("chain: %w", err)
 	}
-	s.add("check: chain recomputed", 1)
-	s.add("events stored", int64(len(lines)))
+	s.Add("check: chain recomputed", 1)
+	s.Add("events stored", int64(len(lines)))
 	own := 0
 	if one.parent != nil {
 		var parent [][]byte
@@ -170,7 +212,7 @@ func (s *suite) checkOne(ctx context.Context, one *session, logs map[string][]ha
 		if len(lines) < own || len(parent) < own-1 || !slices.EqualFunc(lines[:own-1], parent[:own-1], bytes.Equal) {
 			return fmt.Errorf("its first %d events are not those of %s", own-1, one.parent.id)
 		}
-		s.add("check: fork holds its parent's events", 1)
+		s.Add("check: fork holds its parent's events", 1)
 	}
 	var events []harness.Event
 	var commitOf []string
@@ -254,7 +296,7 @@ func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []st
 			if err := tell(o, r.FirstSeq, r.LastSeq); err != nil {
 				return err
 			}
-			s.add("check: acknowledged events at their seq once", r.LastSeq-r.FirstSeq+1)
+			s.Add("check: acknowledged events at their seq once", r.LastSeq-r.FirstSeq+1)
 			h.Output = step{first: r.FirstSeq, events: r.LastSeq - r.FirstSeq + 1}
 		case "refused":
 			if stored {
@@ -275,7 +317,7 @@ func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []st
 			if err := tell(o, first, first+o.events-1); err != nil {
 				return err
 			}
-			s.add("events stored of which nobody was told", o.events)
+			s.Add("events stored of which nobody was told", o.events)
 			h.Return, h.Output = math.MaxInt64, step{first: first, events: o.events}
 		}
 		history = append(history, h)
@@ -291,15 +333,15 @@ func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []st
 		for seq+1 < int64(len(events)) && told[seq+1] == "" {
 			seq++
 		}
-		s.add("events stored of which nobody was told", seq-first+1)
+		s.Add("events stored of which nobody was told", seq-first+1)
 		history = append(history, porcupine.Operation{ClientId: -1, Call: made, Return: math.MaxInt64, Input: op{what: "made"}, Output: step{first: first, events: seq - first + 1}})
 	}
 	switch r := porcupine.CheckOperationsTimeout(register(own), history, 20*time.Second); r {
 	case porcupine.Ok:
-		s.add("check: histories linearizable", 1)
-		s.add("check: calls in them", int64(len(history)))
+		s.Add("check: histories linearizable", 1)
+		s.Add("check: calls in them", int64(len(history)))
 	case porcupine.Unknown:
-		s.add("check: histories too long to decide", 1)
+		s.Add("check: histories too long to decide", 1)
 	default:
 		return errors.New("its calls are not linearizable")
 	}
@@ -336,7 +378,7 @@ func (s *suite) checkServed(ctx context.Context, one *session, events []harness.
 		return err
 	}
 	last := int64(len(events) - 1)
-	for _, c := range s.load.reads {
+	for _, c := range s.callers.reads {
 		got, err := c.Messages(ctx, one.id, harness.MinSeq(last))
 		if err != nil {
 			return err
@@ -351,7 +393,7 @@ func (s *suite) checkServed(ctx context.Context, one *session, events []harness.
 		if !slices.Equal(view.Seqs(), want.Nodes) {
 			return fmt.Errorf("nodes %v, want %v", view.Seqs(), want.Nodes)
 		}
-		s.add("check: head equal to the fold", 1)
+		s.Add("check: head equal to the fold", 1)
 	}
 	var deltas []int64
 	for _, e := range events {
@@ -368,8 +410,8 @@ func (s *suite) checkServed(ctx context.Context, one *session, events []harness.
 		if err != nil {
 			return err
 		}
-		s.add("check: watch without gap or repeat", 1)
-		s.add("check: deltas in them", int64(len(deltas)))
+		s.Add("check: watch without gap or repeat", 1)
+		s.Add("check: deltas in them", int64(len(deltas)))
 	}
 	return nil
 }

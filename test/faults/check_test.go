@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"palimpsest/test/e2e/harness"
+	"palimpsest/test/load"
 )
 
 // logOf is a log of events with these marks, one a commit of that id; "" is one without a mark.
@@ -60,7 +61,7 @@ func TestTheCheckerFindsEachDamage(t *testing.T) {
 		"a conflict with nobody":               {[]string{"a", "b"}, []op{a, b, {what: "append", mark: "c", events: 1, expected: 2, actual: 2, call: 4, end: 5, outcome: "refused"}}, false},
 	} {
 		events, commitOf := logOf(t, c.log...)
-		s := &suite{tally: newTally()}
+		s := &suite{Tally: new(load.Tally)}
 		err := s.checkHistory(&session{id: "s", ops: c.ops}, events, commitOf, 0)
 		if (err == nil) != c.good {
 			t.Errorf("%s: %v", name, err)

@@ -17,8 +17,8 @@ func TestASeedGivesOneScheduleWithinItsTime(t *testing.T) {
 	t.Parallel()
 	kinds := map[string]int{}
 	for seed := range uint64(20) {
-		plan := newSchedule(seed, time.Minute, true)
-		if !reflect.DeepEqual(plan, newSchedule(seed, time.Minute, true)) {
+		plan := newSchedule(seed, time.Minute)
+		if !reflect.DeepEqual(plan, newSchedule(seed, time.Minute)) {
 			t.Errorf("seed %d: two schedules", seed)
 		}
 		for _, f := range plan {
@@ -28,7 +28,7 @@ func TestASeedGivesOneScheduleWithinItsTime(t *testing.T) {
 			}
 		}
 	}
-	if len(kinds) != 8 || reflect.DeepEqual(newSchedule(1, time.Minute, true), newSchedule(2, time.Minute, true)) {
+	if len(kinds) != 12 || reflect.DeepEqual(newSchedule(1, time.Minute), newSchedule(2, time.Minute)) {
 		t.Errorf("kinds in 20 seeds: %v", kinds)
 	}
 }

@@ -6,6 +6,9 @@ import (
 	"time"
 )
 
+// slowDelay is added to whatever passes a slow link.
+const slowDelay = 80 * time.Millisecond
+
 // link is a TCP connection's way that can be cut and slowed: what listens at addr passes on to
 // target. It works wherever there is loopback, with no rights and no network of its own.
 type link struct {

@@ -1,8 +1,12 @@
 // Command faults lets clients work on a cluster of three NATS servers, two appenders and three
-// projectors, all real processes on loopback, while a schedule drawn from a seed kills, freezes
-// and restarts them, cuts and slows the links between them and moves the stream's leader. Then it
-// holds everything that was acknowledged against what is stored and served. It talks to the
-// programs only from outside: command line, HTTP and NATS.
+// projectors, all real processes, while a schedule drawn from a seed kills, freezes and restarts
+// them, cuts and slows their networks and disks, sets their clocks wrong and moves the stream's
+// leader. Then it holds everything that was acknowledged against what is stored and served. It
+// talks to the programs only from outside: command line, HTTP and NATS.
+//
+// As root on Linux each process has a network namespace and each server a disk of its own.
+// Elsewhere, and with -plain, all are on loopback with TCP proxies between them, and what needs a
+// disk is left out.
 //
 // The same seed gives the same schedule. It prints what was done, how often each fault and each
 // check came, and what was found, and ends with code 1 when anything was found.
@@ -14,16 +18,19 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"os/exec"
 	"os/signal"
+	"slices"
 	"syscall"
 	"time"
+
+	"palimpsest/test/load"
 )
 
 // Bounds of every wait.
 const (
-	startTime  = 60 * time.Second // until a program prints its ready line
-	stopTime   = 60 * time.Second // from SIGTERM to the end
 	callTime   = 90 * time.Second // one call with all its retries
+	fullTime   = 10 * time.Second // more for a server to find its disk full
 	healTime   = 2 * time.Minute  // from the last fault until all is projected
 	verifyTime = 3 * time.Minute
 	checkTime  = 3 * time.Minute
@@ -36,7 +43,9 @@ type config struct {
 	workers  int
 	pause    time.Duration
 	seed     uint64
-	disk     bool
+	plain    bool
+	upgrade  string
+	old      string
 	dry      bool
 }
 
@@ -47,18 +56,25 @@ func main() {
 	flag.IntVar(&c.workers, "workers", 8, "callers at the same time")
 	flag.DurationVar(&c.pause, "pause", 30*time.Millisecond, "mean pause of a caller between two calls")
 	flag.Uint64Var(&c.seed, "seed", uint64(time.Now().UnixNano()), "seed of schedule and load; the time unless given")
-	flag.BoolVar(&c.disk, "disk", false, "fill servers' disks, too; needs root, on Linux, and changes the schedule of a seed")
+	flag.BoolVar(&c.plain, "plain", false, "TCP proxies on loopback and no disks, as without root or Linux")
+	flag.StringVar(&c.upgrade, "upgrade", "", "instead of faults: version (programs of an earlier commit are replaced one by one, and come back) or fold (snapshots of another version of the fold are built and switched to, and back)")
+	flag.StringVar(&c.old, "old", "", "commit whose programs -upgrade version begins with; the latest tag, or ten commits ago, unless given")
 	flag.BoolVar(&c.dry, "schedule", false, "print the schedule and do nothing")
 	flag.Parse()
-	if flag.NArg() > 0 || c.sessions < 1 || c.workers < 1 || c.duration <= 0 || c.pause <= 0 {
-		fmt.Fprintln(os.Stderr, "faults: expected no arguments and positive numbers; -h shows what there is")
+	if flag.NArg() > 0 || c.sessions < 1 || c.workers < 1 || c.duration <= 0 || c.pause <= 0 || !slices.Contains([]string{"", toVersion, toFold}, c.upgrade) {
+		fmt.Fprintln(os.Stderr, "faults: expected no arguments, positive numbers and a way to upgrade that there is; -h shows what there is")
 		os.Exit(2)
+	}
+	if _, err := exec.LookPath("ip"); err == nil && !c.dry && !c.plain && !alone() {
+		if code, ok := isolate(append(os.Args[1:], fmt.Sprintf("-seed=%d", c.seed))); ok {
+			os.Exit(code)
+		}
 	}
 	os.Exit(run(c))
 }
 
 func run(c config) int {
-	plan := newSchedule(c.seed, c.duration, c.disk)
+	plan := newSchedule(c.seed, c.duration)
 	if c.dry {
 		for _, f := range plan {
 			fmt.Println(f)
@@ -67,18 +83,26 @@ func run(c config) int {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	s := &suite{config: c, started: time.Now(), tally: newTally()}
+	s := &suite{config: c, started: time.Now(), Tally: new(load.Tally)}
 	err := s.run(ctx, plan)
 	if s.stack != nil {
-		err = errors.Join(err, s.stack.close(s.tally))
+		err = errors.Join(err, s.stack.close(s.Tally))
+	}
+	if errors.Is(err, errNoHistory) {
+		s.say("left out: %v", err)
+		return 0
 	}
 	if err != nil {
-		s.finding("%v", err)
+		s.Finding("%v", err)
 	}
 	s.say("seed %d done", c.seed)
-	s.print(os.Stdout)
-	if s.found() > 0 {
-		fmt.Printf("again: make e2e SEED=%d ARGS='-duration %v -disk=%v'\n", c.seed, c.duration, c.disk)
+	s.Print(os.Stdout)
+	if s.Found() > 0 {
+		how := fmt.Sprintf("-duration %v -plain=%v", c.duration, c.plain)
+		if c.upgrade != "" {
+			how += fmt.Sprintf(" -upgrade %s -old '%s'", c.upgrade, c.old)
+		}
+		fmt.Printf("again: make e2e SEED=%d ARGS=\"%s\"\n", c.seed, how)
 		return 1
 	}
 	return 0
@@ -89,8 +113,8 @@ type suite struct {
 	config
 	started time.Time
 	stack   *stack
-	load    *load
-	*tally
+	callers *callers
+	*load.Tally
 }
 
 // say prints a line of progress.
@@ -102,19 +126,30 @@ func (s *suite) say(format string, args ...any) {
 func (s *suite) run(ctx context.Context, plan []fault) error {
 	s.say("seed %d; building the programs", s.seed)
 	var err error
-	if s.stack, err = newStack(ctx, s.disk); err != nil {
+	if s.stack, err = newStack(ctx, s.config, s.say); err != nil {
 		return err
 	}
-	if err := s.stack.start(ctx, s.tally); err != nil {
+	if err := s.stack.start(ctx); err != nil {
 		return err
 	}
-	s.say("three servers, %d appenders and %d projectors run; %d callers on %d sessions, %d faults in %v", appenders, projectors, s.workers, s.sessions, len(plan), s.duration)
-	s.load = newLoad(s)
-	stopLoad := s.load.start(ctx)
-	if err := s.inflict(ctx, plan); err != nil {
-		s.finding("%v", err)
+	what := fmt.Sprintf("%d faults in %v", len(plan), s.duration)
+	if s.upgrade != "" {
+		what = "upgrade of the " + s.upgrade
 	}
-	s.say("healed; stopping the load")
+	s.say("three servers, %d appenders and %d projectors run; %d callers on %d sessions, %s", appenders, projectors, s.workers, s.sessions, what)
+	s.callers = newCallers(s)
+	stopLoad := s.callers.start(ctx)
+	do := func(ctx context.Context) error { return s.inflict(ctx, plan) }
+	switch s.upgrade {
+	case toVersion:
+		do = s.upgradeVersion
+	case toFold:
+		do = s.upgradeFold
+	}
+	if err := do(ctx); err != nil {
+		s.Finding("%v", err)
+	}
+	s.say("all is mended; stopping the load")
 	stopLoad()
 	if ctx.Err() != nil {
 		return errors.New("interrupted; nothing was checked")

@@ -1,25 +1,21 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
-	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"runtime"
+	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/test/e2e/harness"
+	"palimpsest/test/load"
 )
 
 const (
@@ -27,61 +23,147 @@ const (
 	projectors = 3
 )
 
-// stack is all processes, the links between them, and the directory that holds programs and
-// stores.
+// stack is all processes and what is between them.
 type stack struct {
-	dir       string
+	dir       string // with the stores
+	programs  string // directory of what was built
+	old, next string // the same of an earlier version, and of another version of the fold
+	upgrade   string
 	processes map[string]*process
 	names     []string // of processes, in the order of their start
-	links     []*link
-	clients   [3]string // addresses of the servers
-	mounted   []string  // directories with disks of their own
+	net       fabric
+	clients   [3]string         // addresses of the servers
+	without   map[string]string // kinds of faults that cannot be had here, and why
 }
 
-// newStack builds the programs and lays the links. Nothing runs yet.
-func newStack(ctx context.Context, disk bool) (*stack, error) {
+// fabric is what is between the processes.
+type fabric interface {
+	// place says where a process is: its host, and the command that starts it there.
+	place(name string) (host string, within []string, err error)
+	// way is the address under which processes reach a server's target.
+	way(target string, ends ...*process) (string, error)
+	cut(*process) error // nothing passes, and nobody is told
+	join(*process) error
+	slow(*process) error
+	quick(*process) error
+	reset(*process) error // of the connections that there are
+	close()
+}
+
+// leftOut says why a kind of fault cannot be had here, "" when it can.
+func (s *stack) leftOut(kind string) string { return s.without[kind] }
+
+// newStack builds the programs and lays what is between them. Nothing runs yet.
+func newStack(ctx context.Context, c config, say func(string, ...any)) (*stack, error) {
 	dir, err := os.MkdirTemp("", "palimpsest-faults-")
 	if err != nil {
 		return nil, err
 	}
-	s := &stack{dir: dir, processes: map[string]*process{}}
-	root, err := harness.RepoRoot()
-	if err != nil {
+	s := &stack{dir: dir, processes: map[string]*process{}, without: map[string]string{}, upgrade: c.upgrade}
+	if err := s.build(ctx); err != nil {
 		return s, err
 	}
-	args := []string{"build"}
-	if harness.Race() {
-		args = append(args, "-race")
-	}
-	cmd := exec.CommandContext(ctx, "go", append(args, "-o", dir+string(filepath.Separator), "./cmd/appender", "./cmd/projector", "./test/e2e/harness/natsd")...)
-	cmd.Dir = root
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return s, fmt.Errorf("build: %w\n%s", err, out)
-	}
-	if err := s.lay(); err != nil || !disk {
-		return s, err
-	}
-	for _, name := range serverNames {
-		dir := s.processes[name].store
-		if err := mountDisk(dir); err != nil {
+	switch c.upgrade {
+	case toVersion:
+		var commit string
+		if s.old, commit, err = s.buildOld(ctx, c.old); err != nil {
 			return s, err
 		}
-		s.mounted = append(s.mounted, dir)
+		say("the earlier version is that of commit %s", commit)
+	case toFold:
+		if s.next, err = s.buildFold(ctx); err != nil {
+			return s, err
+		}
 	}
-	return s, nil
+	s.net = &proxies{}
+	where := "TCP proxies on loopback"
+	if alone() {
+		if n, err := newNetwork(); err == nil {
+			s.net, where = &namespaces{n}, "a network namespace for each process"
+		} else {
+			where += fmt.Sprintf(" (no namespaces: %v)", err)
+			if err := tools("ip link set lo up"); err != nil {
+				return s, err
+			}
+		}
+	}
+	say("between the processes: %s", where)
+	if err := s.lay(c.seed%syncEvery == 0); err != nil {
+		return s, err
+	}
+	return s, s.disks(say)
 }
 
-// lay makes a link for each pair of servers and direction, and for each program and server.
-func (s *stack) lay() error {
-	addrs, err := freeAddresses(2*3 + appenders + projectors)
+// build builds the programs where the next run finds them: nothing is linked twice.
+func (s *stack) build(ctx context.Context) error {
+	root, err := harness.RepoRoot()
 	if err != nil {
 		return err
 	}
-	routes := addrs[3:6]
-	copy(s.clients[:], addrs[:3])
+	s.programs = filepath.Join(root, "bin", "faults-programs")
+	if harness.Race() {
+		s.programs += "-race"
+	}
+	if err := os.MkdirAll(s.programs, 0o755); err != nil {
+		return err
+	}
+	packages := []string{"./cmd/appender", "./cmd/projector", "./test/e2e/harness/natsd"}
+	overlay, err := clockOverlay(s.programs)
+	if err == nil {
+		packages = append([]string{"-overlay", overlay}, packages...)
+	} else {
+		s.without[misdated] = err.Error()
+	}
+	return load.Build(ctx, s.programs, packages...)
+}
+
+// syncEvery is of how many seeds one has servers sync each write; those of the others sync each second.
+const syncEvery = 4
+
+// disks gives each server a disk, where that can be had.
+func (s *stack) disks(say func(string, ...any)) error {
+	for _, name := range serverNames {
+		p := s.processes[name]
+		err := errors.New("needs root on Linux, and not -plain")
+		if alone() {
+			p.disk, err = newDisk(p.store, filepath.Join(s.dir, "disk-"+name))
+		}
+		if err != nil {
+			s.without[full], s.without[sluggish] = err.Error(), err.Error()
+			say("servers have no disks of their own: %v", err)
+			return nil
+		}
+		if err := p.disk.check(); err != nil {
+			s.without[sluggish] = err.Error()
+		}
+	}
+	say("each server has a disk of its own, of %d MiB", diskMiB)
+	return nil
+}
+
+// lay makes a way for each pair of servers and direction, and for each program and server.
+func (s *stack) lay(syncAlways bool) error {
+	names := programNames
+	if s.upgrade == toFold {
+		names = append(slices.Clone(names), nextNames...)
+	}
+	free, err := load.FreeAddresses(2*3 + len(names))
+	if err != nil {
+		return err
+	}
+	var routes [3]string
 	for i, name := range serverNames {
+		host, within, err := s.net.place(name)
+		if err != nil {
+			return err
+		}
+		s.clients[i], routes[i] = host+":"+port(free[i]), host+":"+port(free[3+i])
 		store := filepath.Join(s.dir, "store-"+name)
-		s.add(name, "natsd", "-no-gossip", "-name", name, "-port", port(s.clients[i]), "-cluster-port", port(routes[i]), "-store", store).store = store
+		p := s.add(name, within, "natsd", "-no-gossip", "-name", name, "-host", host, "-port", port(s.clients[i]), "-cluster-port", port(routes[i]), "-store", store)
+		p.store = store
+		if syncAlways {
+			p.Line = append(p.Line, "-sync-always")
+		}
 	}
 	for i, from := range serverNames {
 		var urls []string
@@ -89,91 +171,67 @@ func (s *stack) lay() error {
 			if i == j {
 				continue
 			}
-			l, err := s.link(routes[j], from, to)
+			addr, err := s.net.way(routes[j], s.processes[from], s.processes[to])
 			if err != nil {
 				return err
 			}
-			urls = append(urls, "nats://"+l.addr)
+			urls = append(urls, "nats://"+addr)
 		}
 		p := s.processes[from]
-		p.args = append(p.args, "-routes", strings.Join(urls, ","))
+		p.Line = append(p.Line, "-routes", strings.Join(urls, ","))
 	}
-	for i, name := range programNames {
-		program := map[byte]string{'a': "appender", 'p': "projector"}[name[0]]
-		p := s.add(name, program, "serve", "--listen", addrs[6+i], "--replicas", "3", "--log-level", "warn")
-		p.http = "http://" + addrs[6+i]
+	for i, name := range names {
+		program := map[byte]string{'a': "appender", 'p': "projector", 'q': "projector"}[name[0]]
+		host, within, err := s.net.place(name)
+		if err != nil {
+			return err
+		}
+		listen := host + ":" + port(free[6+i])
+		p := s.add(name, within, program, "serve", "--listen", listen, "--insecure-no-auth", "--replicas", "3", "--log-level", "warn")
+		p.http = "http://" + listen
 		if program == "projector" {
-			p.args = append(p.args, "--id", name)
+			p.Line = append(p.Line, "--id", name)
 		}
 		var urls []string
 		for j, to := range serverNames {
-			l, err := s.link(s.clients[j], name, to)
+			addr, err := s.net.way(s.clients[j], p, s.processes[to])
 			if err != nil {
 				return err
 			}
-			urls = append(urls, "nats://"+l.addr)
+			urls = append(urls, "nats://"+addr)
 		}
-		p.args = append(p.args, "--nats", strings.Join(urls, ","))
+		p.Line = append(p.Line, "--nats", strings.Join(urls, ","))
+		if s.upgrade == toVersion {
+			p.use(s.old)
+		}
 	}
 	return nil
 }
 
-func (s *stack) add(name, program string, args ...string) *process {
-	p := &process{name: name, path: filepath.Join(s.dir, program), dir: s.dir, args: args}
+func (s *stack) add(name string, within []string, program string, args ...string) *process {
+	line := append(append(slices.Clone(within), s.program(program)), args...)
+	p := &process{Process: load.NewProcess(name, s.dir, line, noSpace), at: len(within)}
 	s.processes[name], s.names = p, append(s.names, name)
 	return p
 }
 
-// link belongs to the processes at both ends: whoever is cut off loses all of its links.
-func (s *stack) link(target string, ends ...string) (*link, error) {
-	l, err := newLink(target)
-	if err != nil {
-		return nil, err
-	}
-	s.links = append(s.links, l)
-	for _, name := range ends {
-		// A program's links end at servers too: a server that is cut off has no clients.
-		if p := s.processes[name]; p != nil {
-			p.links = append(p.links, l)
-		}
-	}
-	return l, nil
-}
-
 func port(addr string) string { return addr[strings.LastIndexByte(addr, ':')+1:] }
 
-// freeAddresses stay free while a program is away: below the ports that outgoing connections get.
-func freeAddresses(n int) (out []string, err error) {
-	var held []net.Listener
-	defer func() {
-		for _, ln := range held {
-			err = errors.Join(err, ln.Close())
-		}
-	}()
-	for range 1000 {
-		if len(out) == n {
-			return out, nil
-		}
-		addr := fmt.Sprintf("127.0.0.1:%d", 18000+rand.IntN(14000))
-		if ln, lerr := net.Listen("tcp", addr); lerr == nil {
-			held, out = append(held, ln), append(out, addr)
-		}
-	}
-	return nil, errors.New("not enough free ports between 18000 and 32000")
-}
+// program is the path of one that was built.
+func (s *stack) program(name string) string { return filepath.Join(s.programs, name) }
 
 // direct are the servers' URLs without links.
 func (s *stack) direct() string { return "nats://" + strings.Join(s.clients[:], ",nats://") }
 
 // start starts the servers, then the programs.
-func (s *stack) start(ctx context.Context, t *tally) error {
+func (s *stack) start(ctx context.Context) error {
 	for _, name := range serverNames {
-		if err := s.processes[name].launch(); err != nil {
+		if err := s.processes[name].launch(0); err != nil {
 			return err
 		}
 	}
 	for _, name := range serverNames {
-		if err := s.processes[name].ready(ctx, t); err != nil {
+		if err := s.processes[name].Ready(ctx); err != nil {
 			return err
 		}
 	}
@@ -182,10 +240,10 @@ func (s *stack) start(ctx context.Context, t *tally) error {
 	}
 	for _, name := range programNames {
 		p := s.processes[name]
-		if err := p.launch(); err != nil {
+		if err := p.launch(0); err != nil {
 			return err
 		}
-		if err := p.ready(ctx, t); err != nil {
+		if err := p.Ready(ctx); err != nil {
 			return err
 		}
 	}
@@ -203,198 +261,58 @@ func (s *stack) leader(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for late := time.Now().Add(startTime); ; {
+	for late := time.Now().Add(load.StartTime); ; {
 		one, cancel := context.WithTimeout(ctx, 2*time.Second)
 		info, err := js.AccountInfo(one)
 		cancel()
 		if err == nil && info != nil {
 			return nil
 		}
-		if time.Now().After(late) || !wait(ctx, 200*time.Millisecond) {
+		if time.Now().After(late) || !load.Wait(ctx, 200*time.Millisecond) {
 			return fmt.Errorf("the cluster has no leader: %w", err)
 		}
 	}
 }
 
 // close ends all processes, programs before servers, and removes what was made.
-func (s *stack) close(t *tally) error {
+func (s *stack) close(t *load.Tally) error {
 	var errs []error
 	for i := len(s.names) - 1; i >= 0; i-- {
 		p := s.processes[s.names[i]]
-		if p.cmd == nil {
+		if !p.Launched() {
 			continue
 		}
-		errs = append(errs, p.term())
-		for _, trouble := range []string{"WARNING: DATA RACE", "panic: ", "panic in a handler", "panic serving", "fatal error: "} {
-			if strings.Contains(p.stderr.String(), trouble) {
-				t.finding("%s said %q:\n%s", p.name, trouble, p.stderr.String())
-			}
+		errs = append(errs, p.Term())
+		p.CheckTroubles(t)
+	}
+	if s.net != nil {
+		s.net.close()
+	}
+	for _, p := range s.processes {
+		if p.disk != nil {
+			errs = append(errs, p.disk.close())
 		}
-	}
-	for _, l := range s.links {
-		l.close()
-	}
-	for _, dir := range s.mounted {
-		errs = append(errs, unmountDisk(dir))
 	}
 	return errors.Join(append(errs, os.RemoveAll(s.dir))...)
 }
 
-// process is one program that is started again and again.
+// process is a program or server with what it suffers from.
 type process struct {
-	name, path, dir string
-	args            []string
-	store           string // directory of a server's store
-	http            string // base URL of its API
-	links           []*link
-	stderr          output // of all its runs
+	*load.Process
+	at    int     // of the program in its command line
+	store string  // directory of a server's store
+	disk  *disk   // nil when it has none of its own
+	http  string  // base URL of its API
+	links []*link // of proxies
+	noted int64   // how often it had said noSpace before its disk was filled
 
 	trouble sync.Mutex // held by the fault that it suffers
-
-	mu     sync.Mutex // guards the three below
-	cmd    *exec.Cmd
-	stdout *output
-	ended  chan struct{} // closed when it was waited for
 }
 
-// launch starts the process and does not wait until it is ready.
-func (p *process) launch() error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.stdout, p.ended = new(output), make(chan struct{})
-	p.cmd = exec.Command(p.path, p.args...)
-	p.cmd.Env, p.cmd.Dir = environment(), p.dir
-	p.cmd.Stdout, p.cmd.Stderr = p.stdout, &p.stderr
-	p.cmd.SysProcAttr = childAttributes()
-	begun := make(chan error)
-	starts() <- func() { begun <- p.cmd.Start() }
-	if err := <-begun; err != nil {
-		return fmt.Errorf("%s: %w", p.name, err)
-	}
-	go func(cmd *exec.Cmd, ended chan struct{}) {
-		_ = cmd.Wait() // how it ended is in ProcessState
-		close(ended)
-	}(p.cmd, p.ended)
-	return nil
+// launch starts the process with a clock that is off and does not wait until it is ready.
+func (p *process) launch(clock time.Duration) error {
+	return p.Launch(fmt.Sprintf("%s=%d", clockEnv, int(clock.Seconds())))
 }
 
-// starts runs functions on one thread that lives as long as this program: a child is told when
-// the thread that made it ends.
-var starts = sync.OnceValue(func() chan<- func() {
-	work := make(chan func())
-	go func() {
-		runtime.LockOSThread()
-		for f := range work {
-			f()
-		}
-	}()
-	return work
-})
-
-// now is the process as it runs.
-func (p *process) now() (*exec.Cmd, *output, chan struct{}) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.cmd, p.stdout, p.ended
-}
-
-// ready waits for the ready line. A process that ends before is started again, as whoever runs
-// it would do: one that finds no leader of the log says so and ends.
-func (p *process) ready(ctx context.Context, t *tally) error {
-	for late := time.Now().Add(startTime); ; {
-		cmd, stdout, ended := p.now()
-		if strings.Contains(stdout.String(), `"ready":true`) {
-			return nil
-		}
-		select {
-		case <-ended:
-			t.add("starts that failed, and were repeated", 1)
-			if !wait(ctx, 500*time.Millisecond) {
-				return nil
-			}
-			if time.Now().After(late) {
-				return fmt.Errorf("%s ended before it was ready, again and again: %v\n%s", p.name, cmd.ProcessState, p.stderr.String())
-			}
-			if err := p.launch(); err != nil {
-				return err
-			}
-			continue
-		default:
-		}
-		if time.Now().After(late) {
-			return fmt.Errorf("%s was not ready within %v\n%s", p.name, startTime, p.stderr.String())
-		}
-		if !wait(ctx, 20*time.Millisecond) {
-			return nil
-		}
-	}
-}
-
-func (p *process) signal(sig os.Signal) error {
-	cmd, _, _ := p.now()
-	if err := cmd.Process.Signal(sig); err != nil {
-		return fmt.Errorf("%s: %v: %w\n%s", p.name, sig, err, p.stderr.String())
-	}
-	return nil
-}
-
-// kill ends this one process, by its id, with SIGKILL.
-func (p *process) kill() {
-	cmd, _, ended := p.now()
-	_ = cmd.Process.Kill() // it may have ended
-	<-ended
-}
-
-// term ends a process with SIGTERM and expects exit code 0.
-func (p *process) term() error {
-	cmd, _, ended := p.now()
-	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
-		return err
-	}
-	late := time.NewTimer(stopTime)
-	defer late.Stop()
-	select {
-	case <-ended:
-	case <-late.C:
-		p.kill()
-		return fmt.Errorf("%s did not end within %v of SIGTERM and was killed\n%s", p.name, stopTime, p.stderr.String())
-	}
-	if !cmd.ProcessState.Success() {
-		return fmt.Errorf("%s ended with %v, expected exit code 0\n%s", p.name, cmd.ProcessState, p.stderr.String())
-	}
-	return nil
-}
-
-// environment is this program's without settings for the others.
-func environment() (out []string) {
-	for _, kv := range os.Environ() {
-		if !strings.HasPrefix(kv, "PALIMPSEST_") {
-			out = append(out, kv)
-		}
-	}
-	return out
-}
-
-// outputLimit is how much is kept of what a process writes, in bytes.
-const outputLimit = 4 << 10
-
-// output keeps the last part of what a process wrote.
-type output struct {
-	mu sync.Mutex // guards b
-	b  bytes.Buffer
-}
-
-func (o *output) Write(p []byte) (int, error) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if over := o.b.Len() + len(p) - outputLimit; over > 0 {
-		o.b.Next(over)
-	}
-	return o.b.Write(p)
-}
-
-func (o *output) String() string {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.b.String()
-}
+// noSpace is what a server says whose disk is full.
+const noSpace = "no space left on device"

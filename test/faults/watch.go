@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"palimpsest/test/e2e/harness"
+	"palimpsest/test/load"
 )
 
 // watcher follows a session from its start, from any projector that answers, and goes on behind
@@ -24,7 +25,7 @@ type watcher struct {
 	last string     // id of the last event
 }
 
-func (l *load) watch(ctx context.Context, s *session, i int) {
+func (l *callers) watch(ctx context.Context, s *session, i int) {
 	ctx, stop := context.WithCancel(ctx)
 	w := &watcher{stop: stop, done: make(chan struct{})}
 	s.watchers = append(s.watchers, w)
@@ -32,16 +33,16 @@ func (l *load) watch(ctx context.Context, s *session, i int) {
 		defer close(w.done)
 		for n := i; ctx.Err() == nil; n++ {
 			w.follow(ctx, l, harness.SessionPath(s.id, "/watch"), l.reads[n%len(l.reads)].Base)
-			wait(ctx, 200*time.Millisecond)
+			load.Wait(ctx, 200*time.Millisecond)
 		}
 	}()
 }
 
 // follow is one connection.
-func (w *watcher) follow(ctx context.Context, l *load, path, base string) {
+func (w *watcher) follow(ctx context.Context, l *callers, path, base string) {
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, base+path+"?from=-1", nil)
 	if err != nil {
-		l.s.finding("watch: %v", err)
+		l.s.Finding("watch: %v", err)
 		return
 	}
 	w.mu.Lock()
@@ -57,7 +58,7 @@ func (w *watcher) follow(ctx context.Context, l *load, path, base string) {
 	if res.StatusCode != http.StatusOK {
 		return // not there yet, or not now
 	}
-	l.s.add("watches begun", 1)
+	l.s.Add("watches begun", 1)
 	// A projector that stands still sends nothing, not even its heartbeat: go to another one.
 	idle := time.AfterFunc(30*time.Second, func() { _ = res.Body.Close() })
 	defer idle.Stop()
@@ -77,7 +78,7 @@ func (w *watcher) follow(ctx context.Context, l *load, path, base string) {
 			if kind == "delta" {
 				seq, err := strconv.ParseInt(id, 10, 64)
 				if err != nil {
-					l.s.finding("watch of %s: id %q", path, id)
+					l.s.Finding("watch of %s: id %q", path, id)
 					return
 				}
 				w.mu.Lock()
@@ -107,7 +108,7 @@ func (w *watcher) reached(ctx context.Context, want []int64) error {
 		case n == len(want):
 			return nil
 		}
-		if !wait(ctx, 50*time.Millisecond) {
+		if !load.Wait(ctx, 50*time.Millisecond) {
 			return fmt.Errorf("the watch told of %d deltas, want %d", n, len(want))
 		}
 	}

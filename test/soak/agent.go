@@ -78,16 +78,16 @@ func (a *agent) act(ctx context.Context, r *rand.Rand) {
 func (a *agent) sync(ctx context.Context) bool {
 	events, err := a.s.tail(ctx, a.ledger.id, a.m.next)
 	if err != nil {
-		a.s.finding("%v", err)
+		a.s.Finding("%v", err)
 		return false
 	}
 	for _, e := range events {
 		if e.Seq != a.m.next {
-			a.s.finding("%s: the log goes on with seq %d behind %d", a.ledger.id, e.Seq, a.m.next-1)
+			a.s.Finding("%s: the log goes on with seq %d behind %d", a.ledger.id, e.Seq, a.m.next-1)
 			return false
 		}
 		if err := a.m.apply(e); err != nil {
-			a.s.finding("%s: %v", a.ledger.id, err)
+			a.s.Finding("%s: %v", a.ledger.id, err)
 			return false
 		}
 	}
@@ -106,7 +106,7 @@ func (a *agent) create(ctx context.Context, r *rand.Rand) {
 	if err == nil && res.problem == nil {
 		a.begun.Store(true)
 	} else if res.problem != nil {
-		a.s.finding("create %s: %s: %s", a.ledger.id, res.problem.Code, res.problem.Detail)
+		a.s.Finding("create %s: %s: %s", a.ledger.id, res.problem.Code, res.problem.Detail)
 	}
 }
 
@@ -121,7 +121,7 @@ func (a *agent) append(ctx context.Context, r *rand.Rand) {
 			err = m.apply(parsed)
 		}
 		if err != nil {
-			a.s.finding("the soak's own event %s: %v", e.raw, err)
+			a.s.Finding("the soak's own event %s: %v", e.raw, err)
 			return
 		}
 		events = append(events, e)
@@ -166,7 +166,7 @@ func (a *agent) append(ctx context.Context, r *rand.Rand) {
 		}
 		if req.receipt.FirstSeq != a.m.next {
 			if expected != nil {
-				a.s.finding("%s: expected seq %d, got %d", a.ledger.id, a.m.next, req.receipt.FirstSeq)
+				a.s.Finding("%s: expected seq %d, got %d", a.ledger.id, a.m.next, req.receipt.FirstSeq)
 			}
 			a.stale = true
 			return
@@ -222,14 +222,14 @@ func encode(r *rand.Rand, events []event, expected *int64) (what string, body []
 // acked notes a receipt.
 func (s *soak) acked(l *ledger, r harness.Receipt, events int, marks ...string) {
 	if r.Session != l.id || r.LastSeq-r.FirstSeq+1 != int64(events) || r.Commit == "" {
-		s.finding("%s: receipt %+v for %d events", l.id, r, events)
+		s.Finding("%s: receipt %+v for %d events", l.id, r, events)
 		return
 	}
 	if r.Duplicate {
-		s.add("duplicates", 1)
+		s.Add("duplicates", 1)
 	}
 	l.ack(r, marks...)
-	s.add("events acknowledged", int64(events))
+	s.Add("events acknowledged", int64(events))
 }
 
 // refused looks at the log after a refusal: something must have happened there that the owner
@@ -241,7 +241,7 @@ func (a *agent) refused(ctx context.Context, what string, res result, legal ...s
 		return
 	}
 	if a.m.next == next && a.m.epoch == epoch || !slices.Contains(legal, res.problem.Code) {
-		a.s.finding("%s: %s at seq %d was refused and nothing had happened (the log is at %d): %s %s: %s", a.ledger.id, what, next, a.m.next, res.problem.Code, res.problem.Rule, res.problem.Detail)
+		a.s.Finding("%s: %s at seq %d was refused and nothing had happened (the log is at %d): %s %s: %s", a.ledger.id, what, next, a.m.next, res.problem.Code, res.problem.Rule, res.problem.Detail)
 	}
 }
 
@@ -273,7 +273,7 @@ func (a *agent) derived(ctx context.Context, r *rand.Rand, what, path, members, 
 		a.ledger.unknown(mark)
 		a.stale = true
 	case res.problem != nil && res.lost && !keyed: // maybe by itself
-		a.s.add("refused after a lost answer, settled from the log", 1)
+		a.s.Add("refused after a lost answer, settled from the log", 1)
 		a.ledger.unknown(mark)
 		a.stale = true
 	case res.problem != nil && slices.Contains(legal, res.problem.Code):
@@ -283,14 +283,14 @@ func (a *agent) derived(ctx context.Context, r *rand.Rand, what, path, members, 
 		a.refused(ctx, what, res, "seq-conflict", "fenced", "INVARIANT", "rule-violation")
 	case a.s.decode(res, &answer):
 		if answer.FirstSeq != a.m.next && !keyed {
-			a.s.finding("%s: %s expected seq %d, got %d", a.ledger.id, what, a.m.next, answer.FirstSeq)
+			a.s.Finding("%s: %s expected seq %d, got %d", a.ledger.id, what, a.m.next, answer.FirstSeq)
 		}
 		marks := []string{mark}
 		if what == "compact" {
 			marks = []string{"", mark}
 		}
 		a.s.acked(a.ledger, answer.Receipt, events, marks...)
-		a.s.add("done: "+what, 1)
+		a.s.Add("done: "+what, 1)
 		a.stale = true // the log says what was made
 		return answer.Receipt, answer.Epoch, true
 	}
@@ -347,18 +347,18 @@ func (a *agent) fork(ctx context.Context, r *rand.Rand) {
 	switch {
 	case err != nil: // do has said so
 	case res.problem != nil:
-		a.s.finding("fork of %s at %d: %s: %s", a.ledger.id, at, res.problem.Code, res.problem.Detail)
+		a.s.Finding("fork of %s at %d: %s: %s", a.ledger.id, at, res.problem.Code, res.problem.Detail)
 	default:
 		var f struct {
 			Session string
 			LastSeq int64
 		}
 		if a.s.decode(res, &f) && (f.Session != child.ledger.id || f.LastSeq != at+1) {
-			a.s.finding("fork of %s at %d: %s", a.ledger.id, at, res.Body)
+			a.s.Finding("fork of %s at %d: %s", a.ledger.id, at, res.Body)
 		}
-		a.s.add("done: fork", 1)
+		a.s.Add("done: fork", 1)
 		if a.ledger.parent != nil {
-			a.s.add("done: fork of a fork", 1)
+			a.s.Add("done: fork of a fork", 1)
 		}
 		child.begun.Store(true)
 		child.stale = true
@@ -381,9 +381,9 @@ func (a *agent) repair(ctx context.Context) {
 	}
 	switch {
 	case res.problem != nil:
-		a.s.finding("repair of %s: %s: %s", a.ledger.id, res.problem.Code, res.problem.Detail)
+		a.s.Finding("repair of %s: %s: %s", a.ledger.id, res.problem.Code, res.problem.Detail)
 	case a.s.decode(res, &out) && out.Repaired:
-		a.s.add("done: repair", 1)
+		a.s.Add("done: repair", 1)
 		a.s.acked(a.ledger, out.Receipt, int(out.LastSeq-out.FirstSeq+1))
 	}
 }
@@ -405,11 +405,11 @@ func (a *agent) bad(ctx context.Context, r *rand.Rand) {
 	a.ledger.refused(marksOf(events)...)
 	switch {
 	case res.problem == nil:
-		a.s.finding("%s: a bad batch was stored: %s", a.ledger.id, res.Body)
+		a.s.Finding("%s: a bad batch was stored: %s", a.ledger.id, res.Body)
 	case res.problem.Code == "seq-conflict":
 		a.stale = true
 	case res.problem.Index == nil || *res.problem.Index != 2:
-		a.s.finding("%s: a bad batch was refused for event %v: %s", a.ledger.id, res.problem.Index, res.Body)
+		a.s.Finding("%s: a bad batch was refused for event %v: %s", a.ledger.id, res.problem.Index, res.Body)
 	}
 }
 
@@ -427,7 +427,7 @@ func (a *agent) again(ctx context.Context, r *rand.Rand) {
 		res, err := a.s.do(ctx, c)
 		a.ledger.refused(mark)
 		if err == nil && (res.problem == nil || res.problem.Code != "key-reused") {
-			a.s.finding("%s: other events under key %q: %s", a.ledger.id, req.key, res.Body)
+			a.s.Finding("%s: other events under key %q: %s", a.ledger.id, req.key, res.Body)
 		}
 		return
 	}
@@ -439,9 +439,9 @@ func (a *agent) again(ctx context.Context, r *rand.Rand) {
 	want := req.receipt
 	want.Duplicate = true
 	if res.problem != nil || a.s.decode(res, &receipt) && receipt != want {
-		a.s.finding("%s: the append acknowledged by %+v, again: %s", a.ledger.id, req.receipt, res.Body)
+		a.s.Finding("%s: the append acknowledged by %+v, again: %s", a.ledger.id, req.receipt, res.Body)
 	}
-	a.s.add("duplicates", 1)
+	a.s.Add("duplicates", 1)
 }
 
 // look reads the owner's own writes, and compares the surface with the owner's.
@@ -455,7 +455,7 @@ func (a *agent) look(ctx context.Context) {
 	}
 	var v harness.SurfaceView
 	if res.problem != nil || !a.s.decode(res, &v) {
-		a.s.finding("surface of %s: %s", a.ledger.id, res.Body)
+		a.s.Finding("surface of %s: %s", a.ledger.id, res.Body)
 		return
 	}
 	var seqs []int64
@@ -463,7 +463,7 @@ func (a *agent) look(ctx context.Context) {
 		seqs = append(seqs, n.seq)
 	}
 	if v.Seq < a.m.next-1 || v.Seq == a.m.next-1 && !slices.Equal(v.Seqs(), seqs) {
-		a.s.finding("surface of %s at %d: got %v as of %d, want %v", a.ledger.id, a.m.next-1, v.Seqs(), v.Seq, seqs)
+		a.s.Finding("surface of %s at %d: got %v as of %d, want %v", a.ledger.id, a.m.next-1, v.Seqs(), v.Seq, seqs)
 	}
 }
 
@@ -501,7 +501,7 @@ func (c *commons) act(ctx context.Context, r *rand.Rand) {
 		c.ledger.refused(marks...)
 		c.next.Store(*res.problem.ActualSeq)
 	case res.problem != nil:
-		c.s.finding("append to %s: %s: %s", c.ledger.id, res.problem.Code, res.problem.Detail)
+		c.s.Finding("append to %s: %s: %s", c.ledger.id, res.problem.Code, res.problem.Detail)
 	case c.s.decode(res, &receipt):
 		c.s.acked(c.ledger, receipt, len(events), marks...)
 		c.next.Store(receipt.LastSeq + 1)

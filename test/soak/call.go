@@ -6,11 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net"
 	"net/http"
 	"time"
 
 	"palimpsest/test/e2e/harness"
+	"palimpsest/test/load"
 )
 
 // errUnknown says that nobody knows whether a call was carried out.
@@ -43,13 +43,13 @@ func (s *soak) do(ctx context.Context, c call) (r result, err error) {
 	whole := ctx
 	ctx, cancel := context.WithTimeout(whole, callTime)
 	defer cancel()
-	s.add("calls", 1)
-	s.add("call: "+c.what, 1)
+	s.Add("calls", 1)
+	s.Add("call: "+c.what, 1)
 	for pause := 20 * time.Millisecond; ; pause = min(2*pause, time.Second) {
 		r.Answer, err = c.client.Do(ctx, c.method, c.path, c.body, c.options...)
 		switch {
-		case err != nil && !unsent(err):
-			s.add("answers lost", 1)
+		case err != nil && !load.Unsent(err):
+			s.Add("answers lost", 1)
 			r.lost = true
 			if !c.safe {
 				return r, errUnknown
@@ -60,60 +60,42 @@ func (s *soak) do(ctx context.Context, c call) (r result, err error) {
 		default:
 			p, err := r.Problem()
 			if err != nil {
-				s.finding("%s: %s %s: %v", c.what, c.method, c.path, err)
+				s.Finding("%s: %s %s: %v", c.what, c.method, c.path, err)
 				return r, errUnknown
 			}
 			switch {
 			case p.Code == "outcome-unknown":
-				s.add("answers outcome-unknown", 1)
+				s.Add("answers outcome-unknown", 1)
 				r.lost = true
 				if !c.safe {
 					return r, errUnknown
 				}
 			case p.Status == http.StatusTooManyRequests, p.Status == http.StatusServiceUnavailable, p.Code == "not-yet-projected":
-				s.add("answers "+p.Code, 1)
+				s.Add("answers "+p.Code, 1)
 			case p.Status >= 500:
-				s.finding("%s: %s %s: %d %s: %s", c.what, c.method, c.path, p.Status, p.Code, p.Detail)
+				s.Finding("%s: %s %s: %d %s: %s", c.what, c.method, c.path, p.Status, p.Code, p.Detail)
 				fallthrough
 			default:
-				s.add("refused: "+p.Code, 1)
+				s.Add("refused: "+p.Code, 1)
 				r.problem = &p
 				return r, nil
 			}
 		}
-		s.add("retries", 1)
-		if !wait(ctx, pause/2+rand.N(pause)) {
+		s.Add("retries", 1)
+		if !load.Wait(ctx, pause/2+rand.N(pause)) {
 			if whole.Err() != nil { // the soak was interrupted
 				return r, errUnknown
 			}
-			s.finding("%s: %s %s was not answered within %v", c.what, c.method, c.path, callTime)
+			s.Finding("%s: %s %s was not answered within %v", c.what, c.method, c.path, callTime)
 			return r, errUnknown
 		}
-	}
-}
-
-// unsent reports whether nothing can have reached the service.
-func unsent(err error) bool {
-	var op *net.OpError
-	return errors.As(err, &op) && op.Op == "dial"
-}
-
-// wait reports false when ctx ended first.
-func wait(ctx context.Context, d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
 	}
 }
 
 // decode reads an answer; one that cannot be read is a finding.
 func (s *soak) decode(r result, into any) bool {
 	if err := json.Unmarshal(r.Body, into); err != nil {
-		s.finding("answer %.200s: %v", r.Body, err)
+		s.Finding("answer %.200s: %v", r.Body, err)
 		return false
 	}
 	return true

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"palimpsest/test/e2e/harness"
+	"palimpsest/test/load"
 )
 
 // fleet is all agents, and the callers that work for them.
@@ -129,7 +130,7 @@ func (f *fleet) work(ctx context.Context, r *rand.Rand) {
 				a.mu.Unlock()
 			}
 		}
-		if !wait(ctx, rand.N(2*f.s.pause+1)) {
+		if !load.Wait(ctx, rand.N(2*f.s.pause+1)) {
 			return
 		}
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/test/e2e/harness"
+	"palimpsest/test/load"
 )
 
 // judge holds what is stored and served against what was acknowledged.
@@ -29,7 +30,7 @@ func (s *soak) judge(ctx context.Context) error {
 	out, err := s.stack.verify(ctx)
 	s.say("projector verify --all: %s", lastLine(out))
 	if err != nil {
-		s.finding("projector verify --all: %v\n%s", err, out)
+		s.Finding("projector verify --all: %v\n%s", err, out)
 	}
 	ctx, cancel := context.WithTimeout(ctx, judgeTime)
 	defer cancel()
@@ -49,7 +50,7 @@ func (s *soak) judge(ctx context.Context) error {
 	}
 	for token := range logs {
 		if !known[token] {
-			s.finding("session %s was made by nobody", token)
+			s.Finding("session %s was made by nobody", token)
 		}
 	}
 	work := make(chan *ledger)
@@ -58,7 +59,7 @@ func (s *soak) judge(ctx context.Context) error {
 		wg.Go(func() {
 			for l := range work {
 				if err := s.judgeOne(ctx, l, logs, children[l.id]); err != nil {
-					s.finding("%s: %v", l.id, err)
+					s.Finding("%s: %v", l.id, err)
 				}
 			}
 		})
@@ -81,8 +82,8 @@ func (s *soak) judgeOne(ctx context.Context, l *ledger, logs map[string]*storedL
 	if err != nil {
 		return err
 	}
-	s.add("events stored", int64(len(log.events)))
-	s.add("commits stored", int64(len(stored.commits)))
+	s.Add("events stored", int64(len(log.events)))
+	s.Add("commits stored", int64(len(stored.commits)))
 	if l.parent != nil {
 		if err := inherits(l, log, logs[harness.Token(l.parent.id)]); err != nil {
 			return err
@@ -123,7 +124,7 @@ func (s *soak) projected(ctx context.Context) error {
 				return nil
 			}
 		}
-		if !wait(ctx, 100*time.Millisecond) {
+		if !load.Wait(ctx, 100*time.Millisecond) {
 			return fmt.Errorf("not projected within %v: %s", projectTime, last)
 		}
 	}
@@ -289,7 +290,7 @@ func (s *soak) holds(l *ledger, log *parsedLog) error {
 		}
 		if !told[seq] {
 			open[log.commit[seq]] = true
-			s.add("events stored without an answer", 1)
+			s.Add("events stored without an answer", 1)
 		}
 	}
 	for seq := inherited; seq < len(log.events); seq++ {
@@ -299,7 +300,7 @@ func (s *soak) holds(l *ledger, log *parsedLog) error {
 		if l.loose == 0 {
 			return fmt.Errorf("seq %d holds %s, which nobody asked for", seq, log.events[seq].Line)
 		}
-		s.add("events of repairs without an answer", 1)
+		s.Add("events of repairs without an answer", 1)
 	}
 	return nil
 }
@@ -391,7 +392,7 @@ func (s *soak) served(ctx context.Context, l *ledger, events []harness.Event, ch
 	if !slices.Equal(view.Seqs(), want.Nodes) {
 		return fmt.Errorf("nodes %v, want %v", view.Seqs(), want.Nodes)
 	}
-	s.add("messages compared", int64(len(want.Messages)))
+	s.Add("messages compared", int64(len(want.Messages)))
 	if len(children) == 0 {
 		return nil
 	}

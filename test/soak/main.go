@@ -13,17 +13,16 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/signal"
-	"runtime"
 	"syscall"
 	"time"
+
+	"palimpsest/test/load"
 )
 
 // Bounds of every wait.
 const (
-	startTime   = 60 * time.Second // until a program prints its ready line
-	stopTime    = 40 * time.Second // from SIGTERM to the end
-	callTime    = 3 * time.Minute  // one call with all its retries
-	projectTime = 3 * time.Minute  // from the end of the load until all is projected
+	callTime    = 3 * time.Minute // one call with all its retries
+	projectTime = 3 * time.Minute // from the end of the load until all is projected
 	verifyTime  = 10 * time.Minute
 	judgeTime   = 10 * time.Minute
 )
@@ -39,8 +38,6 @@ type config struct {
 }
 
 func main() {
-	// Children are started by this thread, and on Linux they are told when it ends.
-	runtime.LockOSThread()
 	var c config
 	flag.DurationVar(&c.duration, "duration", 10*time.Minute, "how long the load lasts")
 	flag.IntVar(&c.sessions, "sessions", 500, "sessions at the start; forks add up to as many")
@@ -66,10 +63,10 @@ func run(c config) int {
 	}
 	err = s.run(ctx)
 	if end := s.close(); end != nil {
-		s.finding("at the end: %v", end)
+		s.Finding("at the end: %v", end)
 	}
 	if err != nil {
-		s.finding("%v", err)
+		s.Finding("%v", err)
 	}
 	return s.report()
 }
@@ -80,11 +77,11 @@ type soak struct {
 	started time.Time
 	stack   *stack
 	fleet   *fleet
-	*tally
+	*load.Tally
 }
 
 func newSoak(c config) (*soak, error) {
-	s := &soak{config: c, started: time.Now(), tally: newTally()}
+	s := &soak{config: c, started: time.Now(), Tally: new(load.Tally)}
 	var err error
 	s.stack, err = newStack()
 	return s, err
@@ -101,10 +98,10 @@ func (s *soak) run(ctx context.Context) error {
 	if err := s.stack.build(ctx); err != nil {
 		return err
 	}
-	if err := s.stack.startAppender(); err != nil {
+	if err := s.stack.start(ctx, s.stack.appender); err != nil {
 		return err
 	}
-	if err := s.stack.startProjector(); err != nil {
+	if err := s.stack.start(ctx, s.stack.projector); err != nil {
 		return err
 	}
 	s.fleet = newFleet(s)
@@ -139,20 +136,20 @@ func (s *soak) crashes(ctx context.Context) error {
 		select {
 		case <-progress.C:
 			s.say("%d calls, %d events acknowledged, %d sessions, %d crashes, %d findings",
-				s.get("calls"), s.get("events acknowledged"), s.fleet.count(), s.get("crashes"), s.found())
+				s.Get("calls"), s.Get("events acknowledged"), s.fleet.count(), s.Get("crashes"), s.Found())
 		case <-crash.C:
 			begun := time.Now()
-			s.stack.appender.kill()
-			s.add("crashes", 1)
-			if err := s.stack.startAppender(); err != nil {
-				return fmt.Errorf("after crash %d: %w", s.get("crashes"), err)
+			s.stack.appender.Kill()
+			s.Add("crashes", 1)
+			if err := s.stack.start(ctx, s.stack.appender); err != nil {
+				return fmt.Errorf("after crash %d: %w", s.Get("crashes"), err)
 			}
-			s.add("milliseconds away", time.Since(begun).Milliseconds())
+			s.Add("milliseconds away", time.Since(begun).Milliseconds())
 			crash.Reset(next())
-		case <-s.stack.appender.ended:
-			return s.stack.appender.failed("ended by itself: %v", s.stack.appender.cmd.ProcessState)
-		case <-s.stack.projector.ended:
-			return s.stack.projector.failed("ended by itself: %v", s.stack.projector.cmd.ProcessState)
+		case <-s.stack.appender.Ended():
+			return s.stack.appender.EndedBy()
+		case <-s.stack.projector.Ended():
+			return s.stack.projector.EndedBy()
 		case <-over.C:
 			return nil
 		case <-ctx.Done():
@@ -164,8 +161,8 @@ func (s *soak) crashes(ctx context.Context) error {
 // close ends what was started and removes what was made.
 func (s *soak) close() error {
 	err := s.stack.stop()
-	for _, trouble := range s.stack.troubles() {
-		s.finding("%s", trouble)
+	for _, p := range []*load.Process{s.stack.appender, s.stack.projector} {
+		p.CheckTroubles(s.Tally)
 	}
 	return errors.Join(err, s.stack.remove())
 }
@@ -173,8 +170,8 @@ func (s *soak) close() error {
 // report prints what was done and found, and returns the exit code.
 func (s *soak) report() int {
 	s.say("done")
-	s.print(os.Stdout)
-	if s.found() > 0 {
+	s.Print(os.Stdout)
+	if s.Found() > 0 {
 		return 1
 	}
 	return 0

@@ -32,7 +32,7 @@ type clusterServer struct {
 func StartCluster(t testing.TB) *Cluster {
 	t.Helper()
 	c := &Cluster{servers: map[string]*clusterServer{}}
-	ports := freePorts(t, 2*clusterSize)
+	ports := FreePorts(t, 2*clusterSize)
 	var urls, routes []string
 	for i := range clusterSize {
 		urls = append(urls, fmt.Sprintf("nats://127.0.0.1:%d", ports[2*i]))
@@ -57,7 +57,8 @@ func StartCluster(t testing.TB) *Cluster {
 	return c
 }
 
-func freePorts(t testing.TB, n int) []int {
+// FreePorts answers ports of loopback on which nobody listens.
+func FreePorts(t testing.TB, n int) []int {
 	t.Helper()
 	var ports []int
 	for range n {

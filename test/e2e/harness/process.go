@@ -35,6 +35,7 @@ type Process struct {
 	stdout *output
 	stderr *output
 	exited chan struct{} // closed once the process has been reaped
+	first  chan string   // gets its first line, and is closed behind it
 }
 
 // Appender says how to start `appender serve`. With NATS set it joins that
@@ -52,6 +53,12 @@ type Appender struct {
 // Start runs the appender until the test ends and waits until it is ready.
 func (a Appender) Start(t testing.TB) *Process {
 	t.Helper()
+	return a.Launch(t).AwaitReady(t)
+}
+
+// Launch is Start without waiting. Listen must name a port, since nothing else tells it yet.
+func (a Appender) Launch(t testing.TB) *Process {
+	t.Helper()
 	args := []string{"serve", "--listen", or(a.Listen, "127.0.0.1:0")}
 	if a.NATS != "" {
 		args = append(args, "--nats", a.NATS)
@@ -68,7 +75,7 @@ func (a Appender) Start(t testing.TB) *Process {
 	if a.Invariants != "" {
 		args = append(args, "--invariants", a.Invariants)
 	}
-	return start(t, "appender", append(args, a.Args...)...)
+	return launch(t, nil, a.Listen, "appender", append(args, a.Args...)...)
 }
 
 // Projector says how to start `projector serve`.
@@ -85,6 +92,12 @@ type Projector struct {
 // Start runs the projector until the test ends and waits until it is ready.
 func (p Projector) Start(t testing.TB) *Process {
 	t.Helper()
+	return p.Launch(t).AwaitReady(t)
+}
+
+// Launch is Start without waiting. Listen must name a port, since nothing else tells it yet.
+func (p Projector) Launch(t testing.TB) *Process {
+	t.Helper()
 	args := []string{"serve", "--listen", or(p.Listen, "127.0.0.1:0"), "--nats", p.NATS}
 	if p.ID != "" {
 		args = append(args, "--id", p.ID)
@@ -95,7 +108,7 @@ func (p Projector) Start(t testing.TB) *Process {
 	if p.Replicas != 0 {
 		args = append(args, "--replicas", strconv.Itoa(p.Replicas))
 	}
-	return startWith(t, p.Env, "projector", append(args, p.Args...)...)
+	return launch(t, p.Env, p.Listen, "projector", append(args, p.Args...)...)
 }
 
 func or(s, fallback string) string {
@@ -118,8 +131,9 @@ var starts = sync.OnceValue(func() chan<- func() {
 	return work
 })
 
-func startCommand(cmd *exec.Cmd) error {
-	cmd.SysProcAttr = childAttributes()
+// StartCommand starts a command that the kernel ends when this process dies.
+func StartCommand(cmd *exec.Cmd) error {
+	cmd.SysProcAttr = childAttributes(cmd.SysProcAttr)
 	done := make(chan error)
 	starts() <- func() { done <- cmd.Start() }
 	return <-done
@@ -127,13 +141,15 @@ func startCommand(cmd *exec.Cmd) error {
 
 func start(t testing.TB, name string, args ...string) *Process {
 	t.Helper()
-	return startWith(t, nil, name, args...)
+	return launch(t, nil, "", name, args...).AwaitReady(t)
 }
 
-func startWith(t testing.TB, env []string, name string, args ...string) *Process {
+func launch(t testing.TB, env []string, listen, name string, args ...string) *Process {
 	t.Helper()
 	p := &Process{
 		Name:   name,
+		HTTP:   "http://" + listen,
+		first:  make(chan string, 1),
 		cmd:    exec.Command(program(t, name), args...),
 		stdout: &output{},
 		stderr: &output{},
@@ -146,16 +162,15 @@ func startWith(t testing.TB, env []string, name string, args ...string) *Process
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := startCommand(p.cmd); err != nil {
+	if err := StartCommand(p.cmd); err != nil {
 		t.Fatalf("start %s: %v", name, err)
 	}
-	first := make(chan string, 1)
 	go func() {
 		defer close(p.exited)
-		defer close(first)
+		defer close(p.first)
 		lines := bufio.NewReader(io.TeeReader(pipe, p.stdout))
 		if line, err := lines.ReadString('\n'); err == nil {
-			first <- line
+			p.first <- line
 		}
 		_, _ = io.Copy(io.Discard, lines)
 		_ = p.cmd.Wait() // after the pipe is read to its end, as os/exec asks
@@ -164,20 +179,26 @@ func startWith(t testing.TB, env []string, name string, args ...string) *Process
 		p.Kill()
 		p.report(t)
 	})
+	return p
+}
 
+// AwaitReady waits until the process is ready.
+func (p *Process) AwaitReady(t testing.TB) *Process {
+	t.Helper()
 	timer := time.NewTimer(readyLimit)
 	defer timer.Stop()
 	select {
-	case line, ok := <-first:
+	case line, ok := <-p.first:
 		if !ok {
 			<-p.exited
-			t.Fatalf("%s %s ended (code %d) before it was ready", name, strings.Join(args, " "), p.cmd.ProcessState.ExitCode())
+			t.Fatalf("%s ended (code %d) before it was ready", strings.Join(p.cmd.Args, " "), p.cmd.ProcessState.ExitCode())
 		}
+		var err error
 		if p.HTTP, p.NATS, err = parseReady(line); err != nil {
-			t.Fatalf("%s: ready line %q: %v", name, line, err)
+			t.Fatalf("%s: ready line %q: %v", p.Name, line, err)
 		}
 	case <-timer.C:
-		t.Fatalf("%s %s was not ready in %v", name, strings.Join(args, " "), readyLimit)
+		t.Fatalf("%s was not ready in %v", strings.Join(p.cmd.Args, " "), readyLimit)
 	}
 	return p
 }
@@ -315,7 +336,7 @@ func RunFor(t testing.TB, limit time.Duration, name string, args ...string) Resu
 	cmd := exec.CommandContext(ctx, program(t, name), args...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-	err := startCommand(cmd)
+	err := StartCommand(cmd)
 	if err == nil {
 		err = cmd.Wait()
 	}

@@ -7,8 +7,12 @@ import (
 
 // childAttributes makes the kernel end a child when the test process dies,
 // as it does without running cleanups when `go test` runs out of time.
-func childAttributes() *syscall.SysProcAttr {
-	return &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+func childAttributes(a *syscall.SysProcAttr) *syscall.SysProcAttr {
+	if a == nil {
+		a = new(syscall.SysProcAttr)
+	}
+	a.Pdeathsig = syscall.SIGKILL
+	return a
 }
 
 // maxRSS is the most memory that a process that has ended had resident, in bytes.

@@ -7,6 +7,6 @@ import (
 	"syscall"
 )
 
-func childAttributes() *syscall.SysProcAttr { return nil }
+func childAttributes(a *syscall.SysProcAttr) *syscall.SysProcAttr { return a }
 
 func maxRSS(*os.ProcessState) int { return 0 }

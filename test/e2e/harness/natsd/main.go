@@ -15,6 +15,8 @@ import (
 )
 
 func main() {
+	host := flag.String("host", "127.0.0.1", "address that it listens on")
+	always := flag.Bool("sync-always", false, "sync each write to disk, instead of each second")
 	name := flag.String("name", "", "name of the server")
 	port := flag.Int("port", 0, "port for clients")
 	clusterPort := flag.Int("cluster-port", 0, "port for the other servers")
@@ -28,9 +30,9 @@ func main() {
 	signal.Notify(stop, syscall.SIGTERM, os.Interrupt)
 
 	opts := &server.Options{
-		ServerName: *name, Host: "127.0.0.1", Port: *port, JetStream: true, StoreDir: *store, NoSigs: true, NoLog: true,
-		Cluster: server.ClusterOpts{Name: "e2e", Host: "127.0.0.1", Port: *clusterPort},
-		Routes:  server.RoutesFromStr(*routes),
+		ServerName: *name, Host: *host, Port: *port, JetStream: true, StoreDir: *store, NoSigs: true, NoLog: true,
+		Cluster: server.ClusterOpts{Name: "e2e", Host: *host, Port: *clusterPort},
+		Routes:  server.RoutesFromStr(*routes), SyncInterval: time.Second, SyncAlways: *always,
 	}
 	if *alone {
 		opts.Cluster.NoAdvertise, opts.Cluster.Advertise = true, "127.0.0.1:1" // nobody listens there
@@ -39,12 +41,23 @@ func main() {
 	if err != nil {
 		log.Fatal(err)
 	}
+	s.SetLoggerV2(errorLog{}, false, false, false)
 	s.Start()
 	if !s.ReadyForConnections(30 * time.Second) {
 		log.Fatal("not ready for connections")
 	}
-	fmt.Printf("{\"ready\":true,\"nats\":\"nats://127.0.0.1:%d\"}\n", *port)
+	fmt.Printf("{\"ready\":true,\"nats\":\"nats://%s:%d\"}\n", *host, *port)
 	<-stop
 	s.Shutdown()
 	s.WaitForShutdown()
 }
+
+// errorLog writes errors to standard error and nothing else.
+type errorLog struct{}
+
+func (errorLog) Errorf(format string, v ...any) { log.Printf(format, v...) }
+func (errorLog) Fatalf(format string, v ...any) { log.Fatalf(format, v...) }
+func (errorLog) Warnf(string, ...any)           {}
+func (errorLog) Noticef(string, ...any)         {}
+func (errorLog) Debugf(string, ...any)          {}
+func (errorLog) Tracef(string, ...any)          {}

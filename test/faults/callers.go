@@ -14,10 +14,14 @@ import (
 	"time"
 
 	"palimpsest/test/e2e/harness"
+	"palimpsest/test/load"
 )
 
-// load is the sessions, and the callers that work on them.
-type load struct {
+// changesStored counts the calls that changed a log.
+const changesStored = "changes stored"
+
+// callers are the sessions, and the callers that work on them.
+type callers struct {
 	s        *suite
 	writes   []*harness.Client // one for each appender
 	reads    []*harness.Client // one for each projector
@@ -56,8 +60,8 @@ type op struct {
 	actual   int64 // next seq as a conflict told it, -1 when none did
 }
 
-func newLoad(s *suite) *load {
-	l := &load{s: s, stopping: make(chan struct{})}
+func newCallers(s *suite) *callers {
+	l := &callers{s: s, stopping: make(chan struct{})}
 	for _, name := range programNames {
 		c := harness.NewClient(s.stack.processes[name].http)
 		if name[0] == 'a' {
@@ -72,7 +76,7 @@ func newLoad(s *suite) *load {
 	return l
 }
 
-func (l *load) all() []*session {
+func (l *callers) all() []*session {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.Clone(l.sessions)
@@ -80,7 +84,7 @@ func (l *load) all() []*session {
 
 // start starts callers and watchers. The function that it returns lets callers finish what they
 // have begun; watchers go on until the checks are through with them.
-func (l *load) start(ctx context.Context) (stop func()) {
+func (l *callers) start(ctx context.Context) (stop func()) {
 	for i, s := range l.all() {
 		if i%2 == 0 {
 			l.watch(ctx, s, i)
@@ -97,7 +101,7 @@ func (l *load) start(ctx context.Context) (stop func()) {
 				default:
 				}
 				l.act(ctx, r, i)
-				if !wait(ctx, time.Duration(r.Int64N(int64(2*l.s.pause)))) {
+				if !load.Wait(ctx, time.Duration(r.Int64N(int64(2*l.s.pause)))) {
 					return
 				}
 			}
@@ -110,7 +114,7 @@ func (l *load) start(ctx context.Context) (stop func()) {
 }
 
 // act does one thing.
-func (l *load) act(ctx context.Context, r *rand.Rand, client int) {
+func (l *callers) act(ctx context.Context, r *rand.Rand, client int) {
 	all := l.all()
 	s := all[r.IntN(len(all))]
 	s.mu.Lock()
@@ -142,7 +146,7 @@ func (l *load) act(ctx context.Context, r *rand.Rand, client int) {
 }
 
 // turn begins a turn that repair finds open.
-func (l *load) turn(ctx context.Context, r *rand.Rand, s *session, client int) {
+func (l *callers) turn(ctx context.Context, r *rand.Rand, s *session, client int) {
 	n := l.marks.Add(1)
 	o := op{what: "turn", client: client, events: 1, expected: -1, actual: -1, mark: fmt.Sprintf("m-%d", n)}
 	s.mu.Lock()
@@ -164,7 +168,7 @@ func event(r *rand.Rand, mark string) string {
 }
 
 // append appends 1 to 4 events.
-func (l *load) append(ctx context.Context, r *rand.Rand, s *session, client int, what string, expected, epoch int64) {
+func (l *callers) append(ctx context.Context, r *rand.Rand, s *session, client int, what string, expected, epoch int64) {
 	o := op{what: what, client: client, events: 1 + r.Int64N(4), expected: expected, actual: -1, mark: fmt.Sprintf("m-%d", l.marks.Add(1))}
 	body := "["
 	for i := range o.events {
@@ -189,12 +193,12 @@ func (l *load) append(ctx context.Context, r *rand.Rand, s *session, client int,
 }
 
 // derived asks for events that the service makes.
-func (l *load) derived(ctx context.Context, r *rand.Rand, s *session, client int, what, body string) (op, []byte) {
+func (l *callers) derived(ctx context.Context, r *rand.Rand, s *session, client int, what, body string) (op, []byte) {
 	o := op{what: what, client: client, expected: -1, actual: -1}
 	return l.change(ctx, r, s, o, harness.SessionPath(s.id, "/"+what), []byte(body))
 }
 
-func (l *load) compact(ctx context.Context, r *rand.Rand, s *session, client int) {
+func (l *callers) compact(ctx context.Context, r *rand.Rand, s *session, client int) {
 	view, err := l.reads[r.IntN(len(l.reads))].Surface(ctx, s.id)
 	if err != nil || len(view.Nodes) < 3 {
 		return
@@ -204,16 +208,16 @@ func (l *load) compact(ctx context.Context, r *rand.Rand, s *session, client int
 	l.derived(ctx, r, s, client, "compact", fmt.Sprintf(`{"startSeq":%d,"endSeq":%d,"summary":"what was said"}`, view.Nodes[from].Seq, view.Nodes[to].Seq))
 }
 
-func (l *load) fork(ctx context.Context, r *rand.Rand, s *session, client int, acked int64) {
+func (l *callers) fork(ctx context.Context, r *rand.Rand, s *session, client int, acked int64) {
 	child := &session{id: fmt.Sprintf("fork %d", l.marks.Add(1)), parent: s, at: r.Int64N(acked + 1), acked: -1}
 	res := l.do(ctx, l.writes, r, "fork", http.MethodPost, harness.SessionPath(s.id, "/fork"), fmt.Appendf(nil, `{"at":%d,"id":%q}`, child.at, child.id))
 	switch {
 	case res.err != nil, res.problem != nil && res.lost:
 		// Whether there is a child is not known; if so, verify looks at it.
 	case res.problem != nil && res.problem.Code != "open-turn" && res.problem.Code != "not-at-a-boundary":
-		l.s.finding("fork of %s at %d: %s: %s", s.id, child.at, res.problem.Code, res.problem.Detail)
+		l.s.Finding("fork of %s at %d: %s: %s", s.id, child.at, res.problem.Code, res.problem.Detail)
 	case res.problem == nil:
-		l.s.add("done: fork", 1)
+		l.s.Add("done: fork", 1)
 		child.acked = child.at + 1
 		l.mu.Lock()
 		l.sessions = append(l.sessions, child)
@@ -222,7 +226,7 @@ func (l *load) fork(ctx context.Context, r *rand.Rand, s *session, client int, a
 }
 
 // change sends a call that changes the log and records what became of it.
-func (l *load) change(ctx context.Context, r *rand.Rand, s *session, o op, path string, body []byte, options ...harness.Option) (op, []byte) {
+func (l *callers) change(ctx context.Context, r *rand.Rand, s *session, o op, path string, body []byte, options ...harness.Option) (op, []byte) {
 	o.call = time.Since(l.s.started).Nanoseconds()
 	res := l.do(ctx, l.writes, r, o.what, http.MethodPost, path, body, options...)
 	o.end = time.Since(l.s.started).Nanoseconds()
@@ -245,26 +249,27 @@ func (l *load) change(ctx context.Context, r *rand.Rand, s *session, o op, path 
 		switch res.problem.Code {
 		case "seq-conflict", "fenced", "session-not-found", "rule-violation", "INVARIANT", "nothing-to-repair", "bad-request", "open-turn", "splits-tool-pair":
 		default:
-			l.s.finding("%s on %s was refused: %s: %s", o.what, s.id, res.problem.Code, res.problem.Detail)
+			l.s.Finding("%s on %s was refused: %s: %s", o.what, s.id, res.problem.Code, res.problem.Detail)
 		}
 	case json.Unmarshal(res.Body, &answer) != nil:
-		l.s.finding("%s on %s: answer %.200s", o.what, s.id, res.Body)
+		l.s.Finding("%s on %s: answer %.200s", o.what, s.id, res.Body)
 		o.outcome = "unknown"
 	case answer.Repaired != nil && !*answer.Repaired:
 		o.outcome = "refused" // nothing was open
 	default:
 		o.outcome, o.receipt = "stored", answer.Receipt
+		l.s.Add(changesStored, 1)
 		if o.receipt.Session != s.id || o.events > 0 && o.receipt.LastSeq-o.receipt.FirstSeq+1 != o.events || o.receipt.Commit == "" {
-			l.s.finding("%s on %s: receipt %s", o.what, s.id, res.Body)
+			l.s.Finding("%s on %s: receipt %s", o.what, s.id, res.Body)
 		}
 		if o.receipt.Duplicate {
-			l.s.add("duplicates recognised", 1)
+			l.s.Add("duplicates recognised", 1)
 		}
 		if res.lost {
-			l.s.add("decided after a lost answer", 1)
+			l.s.Add("decided after a lost answer", 1)
 		}
 	}
-	l.s.add(o.outcome+": "+o.what, 1)
+	l.s.Add(o.outcome+": "+o.what, 1)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.ops = append(s.ops, o)
@@ -278,7 +283,7 @@ func (l *load) change(ctx context.Context, r *rand.Rand, s *session, o op, path 
 }
 
 // read waits for what was acknowledged: an answer must not be older.
-func (l *load) read(ctx context.Context, r *rand.Rand, s *session, acked int64) {
+func (l *callers) read(ctx context.Context, r *rand.Rand, s *session, acked int64) {
 	if acked < 0 {
 		return
 	}
@@ -287,16 +292,16 @@ func (l *load) read(ctx context.Context, r *rand.Rand, s *session, acked int64) 
 	switch {
 	case res.err != nil:
 	case res.problem != nil:
-		l.s.finding("read of %s as of %d: %s: %s", s.id, acked, res.problem.Code, res.problem.Detail)
+		l.s.Finding("read of %s as of %d: %s: %s", s.id, acked, res.problem.Code, res.problem.Detail)
 	case json.Unmarshal(res.Body, &m) != nil || m.Seq < acked:
-		l.s.finding("read of %s waited for %d and got %.100s", s.id, acked, res.Body)
+		l.s.Finding("read of %s waited for %d and got %.100s", s.id, acked, res.Body)
 	default:
-		l.s.add("check: read not older than it waited for", 1)
+		l.s.Add("check: read not older than it waited for", 1)
 	}
 }
 
 // fresh reads the log's end: an answer must not be older than what was acknowledged before.
-func (l *load) fresh(ctx context.Context, r *rand.Rand, s *session) {
+func (l *callers) fresh(ctx context.Context, r *rand.Rand, s *session) {
 	s.mu.Lock()
 	acked := s.acked
 	s.mu.Unlock()
@@ -308,11 +313,11 @@ func (l *load) fresh(ctx context.Context, r *rand.Rand, s *session) {
 	switch {
 	case res.err != nil:
 	case res.problem != nil:
-		l.s.finding("fresh read of %s: %s: %s", s.id, res.problem.Code, res.problem.Detail)
+		l.s.Finding("fresh read of %s: %s: %s", s.id, res.problem.Code, res.problem.Detail)
 	case json.Unmarshal(res.Body, &m) != nil || m.Seq < acked:
-		l.s.finding("fresh read of %s, acknowledged up to %d, got %.100s", s.id, acked, res.Body)
+		l.s.Finding("fresh read of %s, acknowledged up to %d, got %.100s", s.id, acked, res.Body)
 	default:
-		l.s.add("check: fresh read not older than what was acknowledged", 1)
+		l.s.Add("check: fresh read not older than what was acknowledged", 1)
 	}
 }
 
@@ -326,10 +331,10 @@ type result struct {
 
 // do sends a call as a good client does: to any of the programs, again with growing pauses until
 // there is an answer that decides.
-func (l *load) do(ctx context.Context, to []*harness.Client, r *rand.Rand, what, method, path string, body []byte, options ...harness.Option) (res result) {
+func (l *callers) do(ctx context.Context, to []*harness.Client, r *rand.Rand, what, method, path string, body []byte, options ...harness.Option) (res result) {
 	ctx, cancel := context.WithTimeout(ctx, callTime)
 	defer cancel()
-	l.s.add("calls", 1)
+	l.s.Add("calls", 1)
 	for pause := 20 * time.Millisecond; ; pause = min(2*pause, time.Second) {
 		one, stop := context.WithTimeout(ctx, 20*time.Second)
 		var err error
@@ -339,34 +344,34 @@ func (l *load) do(ctx context.Context, to []*harness.Client, r *rand.Rand, what,
 		switch {
 		case errors.As(err, &op) && op.Op == "dial": // nobody listens
 		case err != nil:
-			l.s.add("answers lost", 1)
+			l.s.Add("answers lost", 1)
 			res.lost = true
 		case res.Status/100 == 2:
 			return res
 		default:
 			p, err := res.Problem()
 			if err != nil {
-				l.s.finding("%s: %s %s: %v", what, method, path, err)
+				l.s.Finding("%s: %s %s: %v", what, method, path, err)
 				res.err = err
 				return res
 			}
 			switch {
 			case p.Code == "outcome-unknown":
 				res.lost = true
-				l.s.add("answers "+p.Code, 1)
+				l.s.Add("answers "+p.Code, 1)
 			case p.Status == http.StatusTooManyRequests, p.Status == http.StatusServiceUnavailable, p.Code == "not-yet-projected":
-				l.s.add("answers "+p.Code, 1)
+				l.s.Add("answers "+p.Code, 1)
 			case p.Status >= 500:
-				l.s.finding("%s: %s %s: %d %s: %s", what, method, path, p.Status, p.Code, p.Detail)
+				l.s.Finding("%s: %s %s: %d %s: %s", what, method, path, p.Status, p.Code, p.Detail)
 				fallthrough
 			default:
-				l.s.add("refusals "+p.Code, 1)
+				l.s.Add("refusals "+p.Code, 1)
 				res.problem = &p
 				return res
 			}
 		}
-		if !wait(ctx, pause/2+time.Duration(r.Int64N(int64(pause)))) {
-			l.s.finding("%s: %s %s was not decided within %v", what, method, path, callTime)
+		if !load.Wait(ctx, pause/2+time.Duration(r.Int64N(int64(pause)))) {
+			l.s.Finding("%s: %s %s was not decided within %v", what, method, path, callTime)
 			res.err = ctx.Err()
 			return res
 		}

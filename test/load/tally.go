@@ -1,4 +1,6 @@
-package main
+// Package load is what the programs share that load and hurt real programs for a time and then check
+// what is stored: counts and findings, processes that are started again and again, and waiting.
+package load
 
 import (
 	"fmt"
@@ -11,30 +13,33 @@ import (
 // maxFindings bounds what is kept of the findings; all are counted.
 const maxFindings = 50
 
-// tally counts what was done and keeps what was found.
-type tally struct {
+// Tally counts what was done and keeps what was found. The zero value is empty.
+type Tally struct {
 	mu       sync.Mutex // guards all below
 	counts   map[string]int64
 	findings []string
 	all      int
 }
 
-func newTally() *tally { return &tally{counts: map[string]int64{}} }
-
-func (t *tally) add(what string, n int64) {
+// Add counts.
+func (t *Tally) Add(what string, n int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	if t.counts == nil {
+		t.counts = map[string]int64{}
+	}
 	t.counts[what] += n
 }
 
-func (t *tally) get(what string) int64 {
+// Get is a count.
+func (t *Tally) Get(what string) int64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.counts[what]
 }
 
-// finding notes that something is not as it must be.
-func (t *tally) finding(format string, args ...any) {
+// Finding notes that something is not as it must be.
+func (t *Tally) Finding(format string, args ...any) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.all++
@@ -43,13 +48,15 @@ func (t *tally) finding(format string, args ...any) {
 	}
 }
 
-func (t *tally) found() int {
+// Found is the number of findings.
+func (t *Tally) Found() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.all
 }
 
-func (t *tally) print(w io.Writer) {
+// Print writes counts and findings.
+func (t *Tally) Print(w io.Writer) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, what := range slices.Sorted(maps.Keys(t.counts)) {
