@@ -702,8 +702,17 @@ func (p *partition) flush(ctx context.Context, e *entry) {
 		r.rev, r.err = p.write(ctx, f, rev)
 		traced(r.err)
 		<-p.w.writes
-		p.written <- r
+		p.tell(r)
 	}()
+}
+
+// tell hands the outcome of a write to the fold. One that has ended, because its lease did, takes
+// none any more: the next owner goes by what is stored.
+func (p *partition) tell(r result) {
+	select {
+	case p.written <- r:
+	case <-p.done:
+	}
 }
 
 // write writes a flush until it is known to be written or another owner's is.
