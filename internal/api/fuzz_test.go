@@ -397,8 +397,9 @@ func FuzzHTTP(f *testing.F) {
 			end(t)
 		}
 		if now == nil {
-			now = openFuzzed(f)
+			now = openFuzzed(t)
 		}
+		now.TB = t // what is said from now on is said of this input
 		address, method, request, over := now.request(route, how, id, query, headers, body)
 		now.ask(t, address, method, request, over)
 	})
