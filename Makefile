@@ -12,7 +12,7 @@ SEED     ?= 1
 OLD      ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build image demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-telemetry bench-verify soak scale e2e e2e-upgrade e2e-scale e2e-restore e2e-compose watch-storm fuzz-http lint vuln verify clean
+.PHONY: help build image demo run test race fuzz bench bench-append bench-append-flat bench-project bench-project-flat bench-telemetry bench-verify soak scale e2e e2e-upgrade e2e-scale e2e-restore e2e-compose watch-storm fuzz-http lint manifests vuln verify clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -117,6 +117,11 @@ verify: build ## Check every log and snapshot at NATS (NATS=nats://127.0.0.1:422
 
 e2e-compose: image ## Bring the Compose stack up, take parts of it away under load, check that nothing is lost
 	@deploy/try.sh
+
+# A module of its own, so that the programs do not depend on Kubernetes and KEDA; the first run
+# compiles their types, which takes minutes.
+manifests: ## Check deploy/k8s against the types of Kubernetes and KEDA
+	cd deploy/k8s/check && $(GO) test ./...
 
 vuln: ## Look for known vulnerabilities in what the programs call; says so when the database cannot be reached
 	@out=$$(mktemp); trap 'rm -f "$$out"' EXIT; \

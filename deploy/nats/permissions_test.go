@@ -217,7 +217,7 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 		}
 	}
 
-	checkServiceSubjects(t, r, users)
+	calls, answered := checkServiceSubjects(t, r, users)
 
 	// The operator: builds and drops generations, sweeps, erases, and finishes it.
 	olog, oheaders := o.open(t)
@@ -253,6 +253,21 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 	for role, u := range map[string]*user{"appender": w, "projector": p, "reader": r, "operator": o} {
 		for _, refusal := range u.said(t) {
 			t.Errorf("%s was refused in its work: %s", role, refusal)
+		}
+	}
+
+	// Every role, every call, sessions of its own making and others: what may be asked is a matter of
+	// the role alone.
+	for role, u := range map[string]*user{"appender": w, "projector": p, "reader": r, "operator": o} {
+		for _, call := range calls {
+			may := (role == "reader" || role == "operator") && slices.Contains(answered, call)
+			for _, session := range []string{"s", "never-seen"} {
+				subject := strings.Replace(call, "*", session, 1)
+				must(t, u, subject, u.Publish(subject, nil))
+				if said := u.said(t); may != (len(said) == 0) {
+					t.Errorf("%s asked %s: refusals %v, may it: %t", role, subject, said, may)
+				}
+			}
 		}
 	}
 
@@ -295,8 +310,9 @@ func TestEachRoleCanDoItsWorkAndNoMore(t *testing.T) {
 }
 
 // checkServiceSubjects compares what roles may ask and answer with the endpoints that the running
-// services say they have: neither is one missing, nor is there one that nobody answers.
-func checkServiceSubjects(t *testing.T, u *user, users []*server.User) {
+// services say they have: neither is one missing, nor is there one that nobody answers. It returns
+// all calls, and those that readers and operators may make.
+func checkServiceSubjects(t *testing.T, u *user, users []*server.User) (calls, answered []string) {
 	t.Helper()
 	const prefix = "palimpsest."
 	endpoints := func(service string) (out []string) {
@@ -315,7 +331,7 @@ func checkServiceSubjects(t *testing.T, u *user, users []*server.User) {
 		return out
 	}
 	appends, reads := endpoints("palimpsest-appender"), endpoints("palimpsest-projector")
-	answered := append([]string{prefix + "status.*"}, reads...) // the appender's one read, and the projector's
+	answered = append([]string{prefix + "status.*"}, reads...) // the appender's one read, and the projector's
 	news := []string{prefix + "workers", prefix + "worker.>"}
 	const deltas, contended = prefix + "delta.*", prefix + "contended.*"
 	want := map[string]struct{ publish, subscribe []string }{
@@ -341,6 +357,7 @@ func checkServiceSubjects(t *testing.T, u *user, users []*server.User) {
 			}
 		}
 	}
+	return slices.Compact(slices.Sorted(slices.Values(append(appends, reads...)))), answered
 }
 
 func TestAServerWithoutAVariableSaysWhichIsMissing(t *testing.T) {

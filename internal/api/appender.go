@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"mime"
 	"net/http"
+	"os"
 	"slices"
 	"strings"
 	"time"
@@ -23,6 +24,8 @@ import (
 type AppenderConfig struct {
 	// MaxBody is the largest request body in bytes. Defaults to 8 MiB.
 	MaxBody int64
+	// BodyTime is how long a client may take to send a request body. Defaults to 60 s.
+	BodyTime time.Duration
 	// Edge is what stands before the API. Defaults to nil: everybody may do everything.
 	Edge *Edge
 	// Registry takes the program's metrics. Defaults to one of its own.
@@ -39,7 +42,7 @@ func NewAppender(a *appender.Appender, cfg AppenderConfig) http.Handler {
 	o := &appends{a}
 	rt := newRouter(cfg.Logger)
 	for _, op := range o.operations() {
-		rt.handle(op.method, op.path, overHTTP(op, cfg.MaxBody, cfg.Edge.asks()))
+		rt.handle(op.method, op.path, overHTTP(op, cfg))
 	}
 	health(rt, cfg.Ready)
 	rt.handle("GET", "/metrics", appenderMetrics(a, cfg.Registry, cfg.Edge))
@@ -49,6 +52,9 @@ func NewAppender(a *appender.Appender, cfg AppenderConfig) http.Handler {
 func (c AppenderConfig) withDefaults() AppenderConfig {
 	if c.MaxBody == 0 {
 		c.MaxBody = 8 << 20
+	}
+	if c.BodyTime == 0 {
+		c.BodyTime = time.Minute
 	}
 	if c.Logger == nil {
 		c.Logger = slog.Default()
@@ -72,7 +78,7 @@ func health(rt *router, ready func(context.Context) error) {
 }
 
 // overHTTP makes an operation a handler.
-func overHTTP(op operation, maxBody int64, asked bool) handler {
+func overHTTP(op operation, cfg AppenderConfig) handler {
 	return func(w http.ResponseWriter, r *http.Request, session string) error {
 		in := &input{session: session, header: r.Header.Get, query: readQuery(r, op.params...)}
 		if in.query.err != nil {
@@ -81,7 +87,7 @@ func overHTTP(op operation, maxBody int64, asked bool) handler {
 		if err := checkHeaders(r.Header); err != nil {
 			return err
 		}
-		if asked {
+		if cfg.Edge.asks() {
 			in.caller = auth.From(r.Context())
 		}
 		if op.types != nil {
@@ -93,7 +99,7 @@ func overHTTP(op operation, maxBody int64, asked bool) handler {
 			if in.contentType, err = contentType(given, op.types); err != nil {
 				return err
 			}
-			if in.body, err = readBody(w, r, maxBody); err != nil {
+			if in.body, err = readBody(w, r, cfg.MaxBody, cfg.BodyTime); err != nil {
 				return err
 			}
 		}
@@ -111,15 +117,12 @@ func overHTTP(op operation, maxBody int64, asked bool) handler {
 	}
 }
 
-// bodyTime is how long a client may take to send a request body.
-const bodyTime = 60 * time.Second
-
 // announced is how many bytes of a request body get memory before they come.
 const announced = 256 << 10
 
 // readBody reads a request body up to the limit. One that says that it is larger is refused
 // before it is read.
-func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
+func readBody(w http.ResponseWriter, r *http.Request, most int64, within time.Duration) ([]byte, error) {
 	tooLarge := func(found string) error {
 		w.Header().Set("Connection", "close") // the rest of the body is not worth reading
 		return &events.Error{Code: events.CodeTooLarge, Detail: fmt.Sprintf("request body: expected at most %d bytes, found %s; split the append", most, found)}
@@ -129,7 +132,7 @@ func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error
 	}
 	// A client that stalls must hold neither a connection for ever nor the program's end up.
 	rc := http.NewResponseController(w)
-	if err := rc.SetReadDeadline(time.Now().Add(bodyTime)); err != nil {
+	if err := rc.SetReadDeadline(time.Now().Add(within)); err != nil {
 		return nil, err
 	}
 	defer context.AfterFunc(r.Context(), func() { _ = rc.SetReadDeadline(time.Now()) })() // fails when the connection is gone
@@ -141,10 +144,12 @@ func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error
 	}
 	var max *http.MaxBytesError
 	switch {
-	case err != nil && r.Context().Err() != nil:
-		return nil, err
+	case err != nil && r.Context().Err() != nil && !errors.Is(context.Cause(r.Context()), context.Canceled):
+		return nil, err // the program stops; a body that breaks off cancels the request too
 	case errors.As(err, &max):
 		return nil, tooLarge("more")
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return nil, badRequest(fmt.Sprintf("request body: expected within %v, found %d bytes by then", within, b.Len()))
 	case err != nil:
 		return nil, badRequest("request body: " + err.Error())
 	}

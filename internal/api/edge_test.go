@@ -2,6 +2,7 @@ package api_test
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -444,5 +445,44 @@ func TestReadsAreRecordedWithActorAndOutcome(t *testing.T) {
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("found\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}
+
+// A body that comes bit by bit, and never to its end, holds a connection for as long as one may.
+func TestABodyThatDoesNotEndIsCutOff(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, nil)
+	url := serve(t, api.NewAppender(w.appender, api.AppenderConfig{BodyTime: 100 * time.Millisecond}))
+	conn, err := net.Dial("tcp", strings.TrimPrefix(url, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if err := conn.SetDeadline(time.Now().Add(journaltest.Deadline)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.WriteString(conn, "POST /v1/sessions/s/events HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	answered := make(chan string, 1)
+	go func() {
+		b, err := io.ReadAll(conn)
+		if errors.Is(err, os.ErrDeadlineExceeded) { // else a reset, if what was sent meanwhile was not read
+			t.Errorf("the connection was still open after %v", journaltest.Deadline)
+		}
+		answered <- string(b)
+	}()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		select {
+		case got := <-answered:
+			if got != "" && !strings.HasPrefix(got, "HTTP/1.1 400") {
+				t.Errorf("answer %.100q, want 400 or none", got)
+			}
+			return
+		case <-tick.C:
+			_, _ = io.WriteString(conn, " ") // fails once the server has hung up
+		}
 	}
 }

@@ -28,6 +28,8 @@ type ProjectorConfig struct {
 	WaitMost time.Duration
 	// PageBytes bounds the events of one answer, in bytes of their lines. Defaults to 4 MiB.
 	PageBytes int
+	// BodyTime is how long a client may take to send a request body. Defaults to 60 s.
+	BodyTime time.Duration
 	// Fleet is the index of all sessions. Defaults to one that the first request for it fills.
 	Fleet *projection.Fleet
 	// Edge is what stands before the API. Defaults to nil: everybody may read everything.
@@ -58,6 +60,9 @@ func NewProjector(r *projection.Reader, wk *projection.Worker, hubs *projection.
 	}
 	if cfg.PageBytes == 0 {
 		cfg.PageBytes = 4 << 20
+	}
+	if cfg.BodyTime == 0 {
+		cfg.BodyTime = time.Minute
 	}
 	if cfg.Fleet == nil {
 		cfg.Fleet = projection.NewFleet(r, projection.FleetConfig{})

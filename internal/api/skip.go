@@ -17,7 +17,7 @@ func (s *projectorAPI) skip(w http.ResponseWriter, r *http.Request, id string) e
 	if _, err := contentType(r.Header.Get("Content-Type"), []string{typeJSON}); err != nil {
 		return err
 	}
-	body, err := readBody(w, r, maxSkipBody)
+	body, err := readBody(w, r, maxSkipBody, s.cfg.BodyTime)
 	if err != nil {
 		return err
 	}

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -204,5 +205,94 @@ func TestHTTPRefusesAHeaderThatIsTooLarge(t *testing.T) {
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusRequestHeaderFieldsTooLarge {
 		t.Errorf("status %d, want %d", resp.StatusCode, http.StatusRequestHeaderFieldsTooLarge)
+	}
+}
+
+// serveHTTP is startHTTP with limits of its own.
+func serveHTTP(t *testing.T, cfg HTTPConfig) *HTTPServer {
+	t.Helper()
+	cfg.Listen = "127.0.0.1:0"
+	h := Serve(cfg)
+	if err := h.Start(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = h.Stop(testContext(t)) })
+	return h
+}
+
+func dialHTTP(t *testing.T, h *HTTPServer) net.Conn {
+	t.Helper()
+	conn, err := net.Dial("tcp", h.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	if err := conn.SetDeadline(time.Now().Add(testDeadline)); err != nil {
+		t.Fatal(err)
+	}
+	return conn
+}
+
+// A client that sends its header bit by bit, and never to its end, does not hold a connection.
+func TestHTTPCutsOffAHeaderThatDoesNotEnd(t *testing.T) {
+	t.Parallel()
+	h := serveHTTP(t, HTTPConfig{HeaderTimeout: 100 * time.Millisecond, Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+		t.Error("a request without the end of its header was handled")
+	})})
+	conn := dialHTTP(t, h)
+	if _, err := io.WriteString(conn, "GET / HTTP/1.1\r\nHost: x\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	closed := make(chan error, 1)
+	go func() {
+		_, err := io.ReadAll(conn)
+		closed <- err
+	}()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		select {
+		case err := <-closed:
+			if errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Errorf("the connection was still open after %v", testDeadline)
+			}
+			return
+		case <-tick.C:
+			_, _ = io.WriteString(conn, "X-Slow: 1\r\n") // fails once the server has hung up
+		}
+	}
+}
+
+func TestHTTPClosesAConnectionThatIsIdle(t *testing.T) {
+	t.Parallel()
+	h := serveHTTP(t, HTTPConfig{IdleTimeout: 50 * time.Millisecond, Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "here") })})
+	conn := dialHTTP(t, h)
+	if _, err := io.WriteString(conn, "GET / HTTP/1.1\r\nHost: x\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	b, err := io.ReadAll(conn) // to the server's hanging up
+	if err != nil || !strings.HasSuffix(string(b), "here") || strings.Contains(string(b), "Connection: close") {
+		t.Errorf("found %q, %v; want an answer on a connection that is kept, and then its end", b, err)
+	}
+}
+
+func TestHTTPCutsOffAnAnswerThatNobodyReads(t *testing.T) {
+	t.Parallel()
+	ended := make(chan error, 1)
+	h := serveHTTP(t, HTTPConfig{WriteTimeout: 100 * time.Millisecond, Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		piece := make([]byte, 1<<20)
+		for {
+			if _, err := w.Write(piece); err != nil {
+				ended <- err
+				return
+			}
+		}
+	})})
+	conn := dialHTTP(t, h)
+	if _, err := io.WriteString(conn, "GET / HTTP/1.1\r\nHost: x\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	if err := await(t, "the end of the answer", ended); err == nil {
+		t.Error("the answer ended without an error")
 	}
 }

@@ -781,8 +781,17 @@ func (p *partition) flushWith(ctx context.Context, e *entry) {
 		p.takeBack(ctx, e.session)
 		traced(r.err)
 		<-p.w.writes
-		p.written <- r
+		p.tell(r)
 	}()
+}
+
+// tell hands the outcome of a write to the fold. One that has ended, because its lease did, takes
+// none any more: the next owner goes by what is stored.
+func (p *partition) tell(r result) {
+	select {
+	case p.written <- r:
+	case <-p.done:
+	}
 }
 
 // write writes a flush until it is known to be written or another owner's is.

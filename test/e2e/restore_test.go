@@ -21,7 +21,7 @@ import (
 // go on where they were. RESTORE_EVENTS says how many events the store has.
 func TestAStoreIsRestoredFromItsBackup(t *testing.T) {
 	t.Parallel()
-	const per = 50 // commits of a session
+	const per, commits = 50, 5 // times perCommit events of a session, and commits
 	events := 20000
 	if v := os.Getenv("RESTORE_EVENTS"); v != "" {
 		var err error
@@ -38,6 +38,7 @@ func TestAStoreIsRestoredFromItsBackup(t *testing.T) {
 	name := func(i int) string { return fmt.Sprintf("kept-%06d", i) }
 
 	appender := harness.Appender{NATS: url}.Start(t)
+	client := appender.Client()
 	began := time.Now()
 	lap := func(what string) {
 		t.Helper()
@@ -50,8 +51,12 @@ func TestAStoreIsRestoredFromItsBackup(t *testing.T) {
 	for w := range errs {
 		wg.Go(func() {
 			for i := int(next.Add(1)) - 1; i < sessions && errs[w] == nil; i = int(next.Add(1)) - 1 {
-				for round := range per {
-					if errs[w] = appendLines(ctx, appender.Client(), name(i), fleetLines(i, round)); errs[w] != nil {
+				for commit := range commits {
+					var lines []byte
+					for round := range per / commits {
+						lines = append(lines, fleetLines(i, commit*per/commits+round)...)
+					}
+					if errs[w] = appendLines(ctx, client, name(i), lines); errs[w] != nil {
 						return
 					}
 				}

@@ -1,0 +1,25 @@
+package projection
+
+import "testing"
+
+// Many writes may end while a fold looks for what to write next, more than written holds. When the
+// lease ends then, nobody takes the rest: they must not keep the worker from stopping.
+func TestAWriteThatEndsBehindItsFoldIsNotWaitedFor(t *testing.T) {
+	p := &partition{written: make(chan result, 1), done: make(chan struct{})}
+	p.tell(result{}) // the fold may come back for it
+	told := make(chan struct{})
+	go func() {
+		defer close(told)
+		p.tell(result{})
+	}()
+	select {
+	case <-told:
+		t.Fatal("the second is told before the fold takes the first or ends")
+	default:
+	}
+	close(p.done)
+	<-told
+	if n := len(p.written); n != 1 {
+		t.Errorf("%d outcomes wait, want 1", n)
+	}
+}
