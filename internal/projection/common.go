@@ -309,11 +309,11 @@ func (c *common) still(ctx context.Context, conn uint64) bool {
 
 // wanted takes note of a message and reports whether a partition takes it.
 func (c *common) wanted(d journal.Delivery) bool {
-	if s := c.m.w.cfg.Signals.Read; s != nil {
-		s(d.StreamSeq)
-	}
 	if !c.still(c.m.run, d.Conn) {
 		return false
+	}
+	if s := c.m.w.cfg.Signals.Read; s != nil {
+		s(d.StreamSeq)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -492,11 +492,36 @@ func (p *partition) refuse() {
 
 // sit takes a seat that was offered. One whose reader began behind what the partition read is none.
 func (p *partition) sit(s *seat) *seat {
-	if s != nil && s.c.after > p.read.Load() {
+	if s.c.after > p.read.Load() {
 		s.leave()
 		return nil
 	}
+	p.counted.Store(nil)
+	p.together(true)
 	return s
+}
+
+// together notes whether the partition reads with others.
+func (p *partition) together(yes bool) {
+	if p.seated.Swap(yes) != yes {
+		if s := p.w.cfg.Signals.Together; s != nil {
+			s(p.n, yes)
+		}
+	}
+}
+
+// takeSome deals with what the common reader has for the partition, and reports whether that was all
+// that there ever will be. taken is space.
+func (p *partition) takeSome(ctx context.Context, at *seat, taken []journal.Delivery) (_ []journal.Delivery, over bool) {
+	taken, upTo, conn, over := at.next(taken)
+	p.arrived.Add(uint64(len(taken)))
+	for _, d := range taken {
+		p.deliver(ctx, d)
+	}
+	if len(taken) == 0 {
+		p.pass(ctx, upTo, conn)
+	}
+	return taken, over && ctx.Err() == nil
 }
 
 // fail hands trouble with reading to the partition's goroutine.

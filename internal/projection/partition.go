@@ -251,7 +251,7 @@ func (p *partition) run(ctx context.Context) {
 		if at != nil {
 			at.leave()
 			at = nil
-			p.seated.Store(false)
+			p.together(false)
 		}
 		p.pending = 0
 		p.behind.Store(0)
@@ -278,18 +278,8 @@ func (p *partition) run(ctx context.Context) {
 			}
 			p.behind.Store(p.pending)
 		case <-news:
-			var upTo witness
-			var conn uint64
 			var over bool
-			taken, upTo, conn, over = at.next(taken)
-			p.arrived.Add(uint64(len(taken)))
-			for _, d := range taken {
-				p.deliver(ctx, d)
-			}
-			if len(taken) == 0 {
-				p.pass(ctx, upTo, conn)
-			}
-			if over {
+			if taken, over = p.takeSome(ctx, at, taken); over {
 				stop()
 			}
 		case s := <-p.offers:
@@ -297,8 +287,6 @@ func (p *partition) run(ctx context.Context) {
 			if s != nil {
 				stop()
 				at = p.sit(s)
-				p.counted.Store(nil)
-				p.seated.Store(at != nil)
 			}
 		case r := <-p.written:
 			p.settle(r)
@@ -308,6 +296,9 @@ func (p *partition) run(ctx context.Context) {
 		case err := <-p.failures:
 			p.troubled(err)
 		case <-ticker.C:
+			if at != nil {
+				at.wake() // others' messages pass without a word
+			}
 		case <-ctx.Done():
 			stop() // others must not wait for what is not dealt with any more
 			if !p.asked {
@@ -333,7 +324,7 @@ func (p *partition) run(ctx context.Context) {
 			follower = p.follow(ctx, in)
 		}
 		now := time.Now()
-		if follower != nil && p.pending > much && now.After(p.nextConsider) {
+		if follower != nil && p.pending > uint64(p.w.cfg.CatchUpFrom/p.w.log.Partitions()) && now.After(p.nextConsider) {
 			p.nextConsider = now.Add(considerEvery)
 			p.w.commons.consider(ctx)
 		}

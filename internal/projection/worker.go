@@ -89,8 +89,9 @@ type Signals struct {
 	Flushed      func(session string, seq events.Seq) // a head was written
 	Checkpointed func(partition int, streamSeq uint64)
 	Quarantined  func(Quarantine)
-	Moved        func(session string)   // a head write was refused
-	Read         func(streamSeq uint64) // the common reader has a message, before it hands it on
+	Moved        func(session string)          // a head write was refused
+	Together     func(partition int, yes bool) // the partition begins to read with others, or reads for itself again
+	Read         func(streamSeq uint64)        // the common reader has a message, before it hands it on
 }
 
 func (c Config) withDefaults() Config {
