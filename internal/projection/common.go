@@ -1,6 +1,7 @@
 package projection
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"sync"
@@ -86,7 +87,7 @@ func (m *commons) ask(ctx context.Context, p *partition) (bool, error) {
 	p.behind.Store(n)
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.end = max(m.end, end)
+	m.end = end
 	m.all[p] = true
 	if m.timer == nil {
 		m.timer = time.AfterFunc(waitForOthers, func() {
@@ -124,7 +125,7 @@ func (m *commons) consider(ctx context.Context) {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.end = max(m.end, info.State.LastSeq)
+	m.end = info.State.LastSeq
 	m.answer(true)
 }
 
@@ -166,7 +167,7 @@ func (m *commons) choose() []*partition {
 			total += n
 		}
 	}
-	slices.SortFunc(all, func(a, b candidate) int { return int(min(max(int64(a.read-b.read), -1), 1)) })
+	slices.SortFunc(all, func(a, b candidate) int { return cmp.Compare(a.read, b.read) })
 	for i, c := range all {
 		// A message costs the common reader half of what it costs one with a filter.
 		if len(all)-i > 1 && total >= uint64(m.w.cfg.CatchUpFrom) && c.read < m.end && 3*total >= 2*(m.end-c.read) {
@@ -183,7 +184,7 @@ func (m *commons) choose() []*partition {
 
 // begin has partitions read together. The caller holds mu.
 func (m *commons) begin(ps []*partition) {
-	c := &common{m: m, conn: m.w.log.Reconnects(), seats: make([]*seat, m.w.log.Partitions()), limit: m.w.catchUpBytes(), ended: make(chan struct{})}
+	c := &common{m: m, ctx: m.run, conn: m.w.log.Reconnects(), seats: make([]*seat, m.w.log.Partitions()), limit: m.w.catchUpBytes(), ended: make(chan struct{})}
 	c.room = sync.NewCond(&c.mu)
 	c.after = ^uint64(0)
 	for _, p := range ps {
@@ -200,7 +201,7 @@ func (m *commons) begin(ps []*partition) {
 	m.now = c
 	m.w.cfg.Logger.Info("projection: partitions that are far behind read together", "worker", m.w.cfg.ID, "partitions", c.taken, "behind", c.after, "end", m.end)
 	m.w.running.Go(func() {
-		c.run(m.run)
+		c.run(c.ctx)
 		m.mu.Lock()
 		defer m.mu.Unlock()
 		m.now, m.next = nil, m.w.clock()+considerEvery
@@ -210,6 +211,7 @@ func (m *commons) begin(ps []*partition) {
 // common is one consumer that reads for several partitions.
 type common struct {
 	m     *commons
+	ctx   context.Context // of the worker
 	after uint64 // where it began
 	limit int    // bytes of messages that wait for partitions
 
@@ -309,7 +311,7 @@ func (c *common) still(ctx context.Context, conn uint64) bool {
 
 // wanted takes note of a message and reports whether a partition takes it.
 func (c *common) wanted(d journal.Delivery) bool {
-	if !c.still(c.m.run, d.Conn) {
+	if !c.still(c.ctx, d.Conn) {
 		return false
 	}
 	if s := c.m.w.cfg.Signals.Read; s != nil {

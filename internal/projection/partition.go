@@ -300,7 +300,9 @@ func (p *partition) run(ctx context.Context) {
 				at.wake() // others' messages pass without a word
 			}
 		case <-ctx.Done():
-			stop() // others must not wait for what is not dealt with any more
+			if at != nil { // others must not wait for what is not dealt with any more
+				stop()
+			}
 			if !p.asked {
 				p.w.commons.came()
 			}
