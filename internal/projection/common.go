@@ -212,8 +212,8 @@ func (m *commons) begin(ps []*partition) {
 type common struct {
 	m     *commons
 	ctx   context.Context // of the worker
-	after uint64 // where it began
-	limit int    // bytes of messages that wait for partitions
+	after uint64          // where it began
+	limit int             // bytes of messages that wait for partitions
 
 	mu      sync.Mutex // guards all below, and the seats
 	room    *sync.Cond // bytes were given back, or a seat, or all
