@@ -19,8 +19,9 @@ const (
 	// mostTaken is how many messages a partition takes from the common reader before it looks at
 	// everything else.
 	mostTaken = 64
-	// waitForOthers is how long a partition that starts waits for those that start with it.
-	waitForOthers = 2 * time.Second
+	// waitForOthers is how long a partition that starts waits for those that start with it, when they
+	// are still asking where they begin.
+	waitForOthers = 20 * time.Second
 	// considerEvery is how often partitions that fell behind look whether to read together.
 	considerEvery = 2 * time.Second
 	// commonCheck is how often the common reader looks at the connection, also when nothing comes.
@@ -58,11 +59,14 @@ func (m *commons) enter(p *partition) {
 	m.all[p] = false
 }
 
-// came notes that one of them asked, or never will.
-func (m *commons) came() {
+// came notes that one of them asked, or will not soon.
+func (m *commons) came(p *partition) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.coming--
+	if !p.here {
+		p.here = true
+		m.coming--
+	}
 	m.answer(false)
 }
 
@@ -132,7 +136,11 @@ func (m *commons) consider(ctx context.Context) {
 // answer decides for all partitions that wait, once nobody else is to come or it is late. The
 // caller holds mu.
 func (m *commons) answer(late bool) {
-	if m.coming > 0 && !late {
+	waits := false
+	for _, w := range m.all {
+		waits = waits || w
+	}
+	if !late && (m.coming > 0 || !waits) {
 		return
 	}
 	if m.timer != nil {

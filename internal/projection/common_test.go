@@ -139,28 +139,47 @@ func TestPartitionsThatAreFarBehindReadTogether(t *testing.T) {
 func TestPartitionsThatFallBehindReadTogether(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	cfg, r := w.together(projection.Config{}, nil)
-	k := w.worker(cfg)
+	cfg, r := w.together(projection.Config{Pull: 1}, nil)
+	k := w.worker0(cfg)
 	ids := []string{"one", w.otherPartition("one")}
-	hold := make(chan struct{})
+	held := make(chan struct{}, 2*len(ids)) // before the first message of each of the four sessions is folded
+	hold := [partitions]chan struct{}{make(chan struct{}), make(chan struct{})}
 	k.tap.set(func(op, bucket, key string) error {
-		if op == "get" && bucket == snapshot.Bucket && slices.Contains(ids, key) {
-			<-hold
+		if op == "get" && bucket == snapshot.Bucket && isHead(key) {
+			held <- struct{}{}
+			<-hold[w.log.Partition(key)]
 		}
 		return nil
 	})
-	for range 40 {
+	if err := k.Start(journaltest.Context(t)); err != nil {
+		t.Fatal(err)
+	}
+	journaltest.Eventually(t, "each partition to read for itself", func() bool { return caughtUp(k.Status(journaltest.Context(t))) })
+	for _, id := range ids {
+		w.append(id, user("delivered as it is appended"))
+	}
+	for range ids {
+		journaltest.Await(t, "a partition to be held up", held)
+	}
+	for range 50 {
 		for _, id := range ids {
-			w.append(id, user("behind"))
+			w.append(w.neighbour(id), user("behind"))
 		}
 	}
-	close(hold)
-	r.until(t, "the partitions to read together", func() bool { return r.began == partitions })
-	for _, id := range ids {
-		k.wrote(id, 39)
+	hold[0] <- struct{}{}
+	hold[1] <- struct{}{}
+	for range ids { // each knows now how much there is behind what it has
+		journaltest.Await(t, "a partition to be held up again", held)
 	}
-	if got := k.Stats().Events.Load(); got != 80 {
-		t.Errorf("80 events were appended, %d were folded", got)
+	close(hold[0])
+	r.until(t, "a partition to read with the other", func() bool { return r.began == 1 })
+	close(hold[1])
+	r.until(t, "both partitions to read together", func() bool { return r.began == partitions })
+	for _, id := range ids {
+		k.wrote(w.neighbour(id), 49)
+	}
+	if got := k.Stats().Events.Load(); got != 102 {
+		t.Errorf("102 events were appended, %d were folded", got)
 	}
 	w.verify()
 }

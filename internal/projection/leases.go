@@ -765,12 +765,13 @@ func (p *partition) prepare(ctx context.Context, read func(context.Context) (*pr
 			p.aside.Store(int64(len(p.quarantined)))
 			return true
 		}
+		p.w.commons.came(p)
 		if ctx.Err() == nil {
 			p.troubled(err)
 			p.pause(ctx)
 		}
 	}
-	p.w.commons.came()
+	p.w.commons.came(p)
 	close(p.done)
 	return false
 }

@@ -47,6 +47,7 @@ type partition struct {
 	failures    chan error         // trouble with reading
 	offers      chan *seat         // capacity 1; a seat at the common reader, nil for none
 	asked       bool               // for one
+	here        bool               // those that started with it need not wait for it; guarded by commons.mu
 	ends        bool               // run returns; guarded by commons.mu
 	unfollow    context.CancelFunc // lets go of a delivery that waits for its turn
 	garbage     []trash
@@ -268,15 +269,14 @@ func (p *partition) run(ctx context.Context) {
 		select {
 		case d := <-in:
 			p.deliver(ctx, d)
-			for more := true; more; { // take what is there before looking at the clock
+			for more := deliveries; more > 0; more-- { // take what is there before looking at the clock
 				select {
 				case d := <-in:
 					p.deliver(ctx, d)
 				default:
-					more = false
+					more = 0
 				}
 			}
-			p.behind.Store(p.pending)
 		case <-news:
 			var over bool
 			if taken, over = p.takeSome(ctx, at, taken); over {
@@ -303,9 +303,7 @@ func (p *partition) run(ctx context.Context) {
 			if at != nil { // others must not wait for what is not dealt with any more
 				stop()
 			}
-			if !p.asked {
-				p.w.commons.came()
-			}
+			p.w.commons.came(p)
 			if p.holds() {
 				p.drain()
 			}
@@ -343,7 +341,7 @@ func (p *partition) run(ctx context.Context) {
 // ask asks for a place at the common reader, and reports whether an answer will come.
 func (p *partition) ask(ctx context.Context) bool {
 	p.asked = true
-	defer p.w.commons.came()
+	defer p.w.commons.came(p)
 	waits, err := p.w.commons.ask(ctx, p)
 	if err != nil && ctx.Err() == nil {
 		p.troubled(err) // and the partition reads for itself
@@ -394,6 +392,7 @@ func (p *partition) troubled(err error) {
 func (p *partition) deliver(ctx context.Context, d journal.Delivery) {
 	defer p.dealt.Add(1)
 	p.pending = d.Pending
+	p.behind.Store(d.Pending)
 	for {
 		follows, err := p.look(ctx, d.Conn)
 		if follows {
