@@ -22,8 +22,6 @@ const (
 	// waitForOthers is how long a partition that starts waits for those that start with it, when they
 	// are still asking where they begin.
 	waitForOthers = 20 * time.Second
-	// considerEvery is how often partitions that fell behind look whether to read together.
-	considerEvery = 2 * time.Second
 	// commonCheck is how often the common reader looks at the connection, also when nothing comes.
 	commonCheck = 500 * time.Millisecond
 	// msgOverhead is about what a message takes in memory beside its body.
@@ -117,7 +115,7 @@ func (m *commons) consider(ctx context.Context) {
 	m.mu.Lock()
 	due := m.now == nil && m.w.clock() >= m.next
 	if due {
-		m.next = m.w.clock() + considerEvery
+		m.next = m.w.clock() + m.w.cfg.CatchUpEvery
 	}
 	m.mu.Unlock()
 	if !due || m.w.cfg.CatchUpBytes < 0 {
@@ -212,7 +210,7 @@ func (m *commons) begin(ps []*partition) {
 		c.run(c.ctx)
 		m.mu.Lock()
 		defer m.mu.Unlock()
-		m.now, m.next = nil, m.w.clock()+considerEvery
+		m.now, m.next = nil, m.w.clock()+m.w.cfg.CatchUpEvery
 	})
 }
 

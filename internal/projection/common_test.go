@@ -139,7 +139,7 @@ func TestPartitionsThatAreFarBehindReadTogether(t *testing.T) {
 func TestPartitionsThatFallBehindReadTogether(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	cfg, r := w.together(projection.Config{Pull: 1}, nil)
+	cfg, r := w.together(projection.Config{Pull: 1, CatchUpEvery: 1}, nil)
 	k := w.worker0(cfg)
 	ids := []string{"one", w.otherPartition("one")}
 	held := make(chan struct{}, 2*len(ids)) // before the first message of each of the four sessions is folded
@@ -161,9 +161,12 @@ func TestPartitionsThatFallBehindReadTogether(t *testing.T) {
 	for range ids {
 		journaltest.Await(t, "a partition to be held up", held)
 	}
-	for range 50 {
+	for i := range 80 { // of the first few nobody says yet that more follow
 		for _, id := range ids {
-			w.append(w.neighbour(id), user("behind"))
+			if i >= 40 {
+				id = w.neighbour(id)
+			}
+			w.append(id, user("behind"))
 		}
 	}
 	hold[0] <- struct{}{}
@@ -172,14 +175,14 @@ func TestPartitionsThatFallBehindReadTogether(t *testing.T) {
 		journaltest.Await(t, "a partition to be held up again", held)
 	}
 	close(hold[0])
-	r.until(t, "a partition to read with the other", func() bool { return r.began == 1 })
+	r.until(t, "a partition to read with the other", func() bool { return r.began > 0 })
 	close(hold[1])
-	r.until(t, "both partitions to read together", func() bool { return r.began == partitions })
+	r.until(t, "both partitions to read together", func() bool { return r.began >= partitions })
 	for _, id := range ids {
-		k.wrote(w.neighbour(id), 49)
+		k.wrote(w.neighbour(id), 39)
 	}
-	if got := k.Stats().Events.Load(); got != 102 {
-		t.Errorf("102 events were appended, %d were folded", got)
+	if got := k.Stats().Events.Load(); got != 162 {
+		t.Errorf("162 events were appended, %d were folded", got)
 	}
 	w.verify()
 }

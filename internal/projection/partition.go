@@ -331,7 +331,7 @@ func (p *partition) run(ctx context.Context) {
 		}
 		now := time.Now()
 		if follower != nil && p.pending > uint64(p.w.cfg.CatchUpFrom/p.w.log.Partitions()) && now.After(p.nextConsider) {
-			p.nextConsider = now.Add(considerEvery)
+			p.nextConsider = now.Add(p.w.cfg.CatchUpEvery)
 			p.w.commons.consider(ctx)
 		}
 		p.regain(ctx, now)

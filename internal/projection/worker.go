@@ -64,6 +64,9 @@ type Config struct {
 	// CatchUpFrom is how many messages lie behind the partitions that begin to read together, at the
 	// least; they part when a sixty-fourth of it is left. Defaults to 4,096.
 	CatchUpFrom int
+	// CatchUpEvery is how often a partition that fell behind while it reads for itself looks whether to
+	// read together with others. Defaults to 2 s.
+	CatchUpEvery time.Duration
 	// CacheBytes bounds the memory of sessions that are kept between events, over all partitions
 	// of the worker: when they keep more, those that have more than their share drop what was not
 	// used for longest. The session of a partition that was used last is kept whatever it takes.
@@ -123,6 +126,9 @@ func (c Config) withDefaults() Config {
 	}
 	if c.CatchUpFrom == 0 {
 		c.CatchUpFrom = 4096
+	}
+	if c.CatchUpEvery == 0 {
+		c.CatchUpEvery = 2 * time.Second
 	}
 	if c.CacheBytes == 0 {
 		c.CacheBytes = 512 << 20
