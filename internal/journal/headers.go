@@ -91,8 +91,8 @@ func reservation(hd *events.Header, at events.Seq) []byte {
 	return fmt.Appendf(nil, `%s{"at":%d,"header":%s}]`, reserved, at, hd.Raw)
 }
 
-// Get returns a session's header; session-not-found when there is none. That there is none is
-// said by the bucket's leader, never by a replica that lags. An id that a fork has reserved has none,
+// Get returns a session's header; session-not-found when there is none. That there is none, or only
+// a reservation, is said by the bucket's leader, never by a replica that lags. An id that a fork has reserved has none,
 // and the error is ErrReserved too.
 func (h *Headers) Get(ctx context.Context, session string) (*events.Header, error) {
 	raw, _, err := h.raw(ctx, session)
@@ -117,9 +117,9 @@ func (h *Headers) raw(ctx context.Context, session string) ([]byte, uint64, erro
 	token := events.Token(session)
 	e, err := h.get(ctx, token)
 	switch {
-	case err == nil:
+	case err == nil && !bytes.HasPrefix(e.Value(), []byte(reserved)):
 		return e.Value(), e.Revision(), nil
-	case !errors.Is(err, jetstream.ErrKeyNotFound):
+	case err != nil && !errors.Is(err, jetstream.ErrKeyNotFound):
 		return nil, 0, h.j.unavailable(err)
 	}
 	m, err := h.j.leaderMessage(ctx, "KV_"+HeadersBucket, map[string]any{"last_by_subj": "$KV." + HeadersBucket + "." + token})

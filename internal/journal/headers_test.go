@@ -1,11 +1,14 @@
 package journal
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
 	"sync"
 	"testing"
+
+	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal/journaltest"
@@ -192,5 +195,41 @@ func TestDamagedHeaderIsCorrupt(t *testing.T) {
 	}
 	if _, created, err := h.Create(ctx, header(t, "s", `{"cwd":"/"}`)); !created || err != nil {
 		t.Errorf("again: created %t, %v", created, err)
+	}
+}
+
+// laggard is a bucket whose replica answers what it held before.
+type laggard struct {
+	jetstream.KeyValue
+	old jetstream.KeyValueEntry
+}
+
+func (l laggard) Get(context.Context, string) (jetstream.KeyValueEntry, error) { return l.old, nil }
+
+// A fork was acknowledged, and the replica that answers a read still has its reservation.
+func TestAReplicaThatLagsDoesNotTakeAForkBack(t *testing.T) {
+	t.Parallel()
+	ctx := journaltest.Context(t)
+	h := openHeaders(t, journaltest.Start(t))
+	child := header(t, "child", `{"version":3,"id":"child","createdAt":1,"isSeeded":true,"delegationDepth":0,"parentSession":"parent"}`)
+	if err := h.Reserve(ctx, child, 3); err != nil {
+		t.Fatal(err)
+	}
+	old, err := h.kv.Get(ctx, events.Token("child"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.kv = laggard{h.kv, old}
+	if _, err := h.Get(ctx, "child"); !errors.Is(err, ErrReserved) {
+		t.Errorf("reserved: %v", err)
+	}
+	if created, err := h.Fulfil(ctx, child, 3); !created || err != nil {
+		t.Fatal(created, err)
+	}
+	if got, err := h.Get(ctx, "child"); err != nil || string(got.Raw) != string(child.Raw) {
+		t.Errorf("complete: %v, %v", got, err)
+	}
+	if created, err := h.Fulfil(ctx, child, 3); created || err != nil {
+		t.Errorf("completed again: %v, %v", created, err)
 	}
 }

@@ -332,7 +332,8 @@ type result struct {
 // do sends a call as a good client does: to any of the programs, again with growing pauses until
 // there is an answer that decides.
 func (l *callers) do(ctx context.Context, to []*harness.Client, r *rand.Rand, what, method, path string, body []byte, options ...harness.Option) (res result) {
-	ctx, cancel := context.WithTimeout(ctx, callTime)
+	whole := ctx
+	ctx, cancel := context.WithTimeout(whole, callTime)
 	defer cancel()
 	l.s.Add("calls", 1)
 	for pause := 20 * time.Millisecond; ; pause = min(2*pause, time.Second) {
@@ -371,7 +372,9 @@ func (l *callers) do(ctx context.Context, to []*harness.Client, r *rand.Rand, wh
 			}
 		}
 		if !load.Wait(ctx, pause/2+time.Duration(r.Int64N(int64(pause)))) {
-			l.s.Finding("%s: %s %s was not decided within %v", what, method, path, callTime)
+			if whole.Err() == nil { // else the run was interrupted
+				l.s.Finding("%s: %s %s was not decided within %v", what, method, path, callTime)
+			}
 			res.err = ctx.Err()
 			return res
 		}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"go/format"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -59,6 +60,9 @@ func writeOverlay(dir, file string, changed []byte) (string, error) {
 	replaced, overlay := filepath.Join(dir, filepath.Base(file)), filepath.Join(dir, "overlay.json")
 	b, err := json.Marshal(map[string]map[string]string{"Replace": {file: replaced}})
 	if err != nil {
+		return "", err
+	}
+	if changed, err = format.Source(changed); err != nil { // whoever looks for what is not formatted finds it
 		return "", err
 	}
 	return overlay, errors.Join(writeNew(replaced, changed), writeNew(overlay, b))
