@@ -22,6 +22,7 @@ type rebuildCmd struct {
 	List         bool          `help:"Show which generations there are, and do nothing." xor:"what"`
 	Writes       int           `help:"Snapshots that are written at the same time." default:"12"`
 	CacheBytes   int           `help:"Memory for sessions that are kept between events, in bytes." default:"536870912"`
+	CatchUpBytes int           `help:"Memory for messages that wait for the fold, in bytes, and as much as the largest message at the least; negative: one consumer for each partition." default:"33554432"`
 	Follow       time.Duration `help:"How long to go on folding after the switch until all workers have followed it." default:"1m"`
 	JSON         bool          `name:"json" help:"Print the report as JSON."`
 }
@@ -37,6 +38,9 @@ func (c *rebuildCmd) Run(ctx context.Context) error {
 			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %d", name, n)}
 		}
 	}
+	if c.CatchUpBytes == 0 {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: errNoCatchUp}
+	}
 	return c.with(ctx, func(s *store) error {
 		switch {
 		case c.List:
@@ -50,7 +54,7 @@ func (c *rebuildCmd) Run(ctx context.Context) error {
 
 func (c *rebuildCmd) rebuild(ctx context.Context, s *store) error {
 	o := projection.RebuildOptions{
-		Back: c.Back, Follow: c.Follow, Worker: projection.Config{Writes: c.Writes, CacheBytes: c.CacheBytes},
+		Back: c.Back, Follow: c.Follow, Worker: projection.Config{Writes: c.Writes, CacheBytes: c.CacheBytes, CatchUpBytes: c.CatchUpBytes},
 	}
 	if term.IsTerminal(int(os.Stderr.Fd())) {
 		bar := progressbar.NewOptions64(-1, progressbar.OptionSetWriter(os.Stderr), progressbar.OptionSetDescription("folding"),

@@ -25,6 +25,7 @@ type serveCmd struct {
 	FlushBehind     time.Duration `help:"The same while much of a partition is still to be read." default:"1s"`
 	FlushEvents     int           `help:"Folded events of one session after which it is flushed at once." default:"256"`
 	Writes          int           `help:"Snapshots that are written at the same time." default:"12"`
+	CatchUpBytes    int           `help:"Memory for messages that wait while partitions that are far behind are read with one consumer, in bytes, and as much as the largest message at the least; negative: one consumer for each, always." default:"33554432"`
 	CacheBytes      int           `help:"Memory for sessions that are kept between events, in bytes." default:"536870912"`
 	PageCache       int           `help:"Memory for pages and heads that were read for requests, in bytes; 0 for none." name:"page-cache-bytes" default:"134217728"`
 	HeaderCache     int           `help:"Memory for session headers, in bytes; 0 for none." name:"header-cache-bytes" default:"16777216"`
@@ -33,6 +34,9 @@ type serveCmd struct {
 	FeedEvery       time.Duration `help:"How often the buckets are asked for news while somebody follows the feed." default:"250ms"`
 	FeedBehind      time.Duration `help:"How long a reader of the feed may be behind before it is cut off." default:"1m"`
 }
+
+// errNoCatchUp tells 0, which would mean the default, from what it might be taken for.
+var errNoCatchUp = errors.New("--catch-up-bytes: expected more than 0, or a negative number for one consumer for each partition, found 0")
 
 func (c *serveCmd) Run(ctx context.Context) error {
 	for name, n := range map[string]int64{
@@ -46,6 +50,9 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	}
 	if c.PageCache < 0 || c.HeaderCache < 0 {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--page-cache-bytes and --header-cache-bytes: expected 0 or more, found %d and %d", c.PageCache, c.HeaderCache)}
+	}
+	if c.CatchUpBytes == 0 {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: errNoCatchUp}
 	}
 	if c.ID == "" {
 		c.ID = projection.DefaultWorkerID()
@@ -73,7 +80,7 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	}
 	heads := projection.NewHeads()
 	worker := projection.NewWorker(s.journal, s.buckets, heads, projection.Config{
-		ID: c.ID, Lease: c.Lease, FlushAfter: c.FlushAfter, FlushBehind: max(c.FlushBehind, c.FlushAfter), FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, Replicas: c.Replicas, Freeze: c.Freeze, Telemetry: served.Telemetry,
+		ID: c.ID, Lease: c.Lease, FlushAfter: c.FlushAfter, FlushBehind: max(c.FlushBehind, c.FlushAfter), FlushEvents: c.FlushEvents, Writes: c.Writes, CacheBytes: c.CacheBytes, CatchUpBytes: c.CatchUpBytes, Replicas: c.Replicas, Freeze: c.Freeze, Telemetry: served.Telemetry,
 	})
 	reader := projection.NewReader(s.journal, s.headers, s.buckets, heads)
 	s.buckets.Snapshots.CachePages(c.PageCache)

@@ -3,6 +3,8 @@ package journal
 import (
 	"context"
 	"fmt"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -14,14 +16,15 @@ import (
 
 // Delivery is one message of a partition, in stream order.
 type Delivery struct {
-	Commit  *events.Commit
-	Err     *MalformedError // set when the message is no commit; Commit is nil then
-	Session string          // set in both cases; "" when the subject is no session's
+	Partition int
+	Commit    *events.Commit
+	Err       *MalformedError // set when the message is no commit; Commit is nil then
+	Session   string          // set in both cases; "" when the subject is no session's
 
 	ID        string // Nats-Msg-Id, which is the commit's id unless somebody wrote around the appender
 	Conn      uint64 // how often the connection had been made anew when it arrived
 	StreamSeq uint64
-	Pending   uint64 // messages of the partition that are still to come
+	Pending   uint64 // messages that are still to come, of the partition or of all that are followed
 	Stored    time.Time
 }
 
@@ -36,11 +39,16 @@ const msgOverhead = 4096
 // is right.
 const stallCheck = 2 * time.Second
 
-// Follower reads one partition in stream order. Messages may come twice after a reconnect;
+// commonPull is how many messages are asked for at a time when all partitions are followed.
+const commonPull = 4096
+
+// Follower reads one partition, or all, in stream order. Messages may come twice after a reconnect;
 // none is left out.
 type Follower struct {
 	j         *Journal
-	partition int
+	partition int            // all when negative
+	places    map[string]int // of all: partition by its token in the subject
+	wanted    func(Delivery) bool
 	pull      int
 	deliver   func(Delivery)
 	failed    func(error)
@@ -68,7 +76,22 @@ type Follower struct {
 // may have, and the next ones once these are there: so what the server must hold for a connection is at
 // most that many bytes for each of its partitions, which are spread over all connections for bulk.
 func (j *Journal) Follow(ctx context.Context, partition int, after uint64, pull int, f func(Delivery), failed func(error)) (*Follower, error) {
-	fw := &Follower{j: j, partition: partition, pull: pull, deliver: f, failed: failed, last: after, watched: make(chan struct{}), done: make(chan struct{})}
+	return j.follow(ctx, &Follower{partition: partition, pull: pull, deliver: f, failed: failed}, after)
+}
+
+// FollowAll is Follow for all partitions with one consumer, which costs the server much less for a
+// message than one for each partition does. Of the messages that wanted refuses, by partition, stream
+// sequence and id, nothing more is read. What lies on a subject that is no partition's is left out.
+func (j *Journal) FollowAll(ctx context.Context, after uint64, wanted func(Delivery) bool, f func(Delivery), failed func(error)) (*Follower, error) {
+	places := make(map[string]int, j.cfg.Partitions)
+	for p := range j.cfg.Partitions {
+		places[strconv.Itoa(p)] = p
+	}
+	return j.follow(ctx, &Follower{partition: -1, places: places, wanted: wanted, pull: commonPull, deliver: f, failed: failed}, after)
+}
+
+func (j *Journal) follow(ctx context.Context, fw *Follower, after uint64) (*Follower, error) {
+	fw.j, fw.last, fw.watched, fw.done = j, after, make(chan struct{}), make(chan struct{})
 	if err := fw.consume(ctx, after, 0); err != nil {
 		return nil, err
 	}
@@ -79,19 +102,22 @@ func (j *Journal) Follow(ctx context.Context, partition int, after uint64, pull 
 
 // consume begins to read behind a stream sequence.
 func (f *Follower) consume(ctx context.Context, after uint64, turn int) error {
-	cons, err := f.j.bulk[f.partition%len(f.j.bulk)].OrderedConsumer(ctx, f.j.cfg.Stream, jetstream.OrderedConsumerConfig{
-		FilterSubjects:    []string{f.filter()},
+	cfg := jetstream.OrderedConsumerConfig{
 		DeliverPolicy:     jetstream.DeliverByStartSequencePolicy,
 		OptStartSeq:       after + 1,
 		InactiveThreshold: 30 * time.Second, // Stop leaves the consumer behind
-	})
+	}
+	if f.partition >= 0 { // the server looks for the next message of all with less work when it has no filter
+		cfg.FilterSubjects = []string{f.filter()}
+	}
+	cons, err := f.j.bulk[max(f.partition, 0)%len(f.j.bulk)].OrderedConsumer(ctx, f.j.cfg.Stream, cfg)
 	if err != nil {
 		return f.j.unavailable(err)
 	}
 	run, err := cons.Consume(func(m jetstream.Msg) {
 		meta, err := m.Metadata()
 		if err != nil {
-			f.failed(fmt.Errorf("partition %d: %w", f.partition, err))
+			f.failed(fmt.Errorf("%s: %w", f, err))
 			return
 		}
 		f.mu.Lock()
@@ -100,7 +126,7 @@ func (f *Follower) consume(ctx context.Context, after uint64, turn int) error {
 			f.hand(m.Headers(), m.Data(), m.Subject(), Delivery{StreamSeq: meta.Sequence.Stream, Pending: meta.NumPending, Stored: meta.Timestamp})
 		}
 	}, jetstream.PullMaxMessagesWithBytesLimit(f.pull, f.j.MaxCommit()+events.HeaderReserve+msgOverhead), jetstream.PullThresholdMessages(1), jetstream.ConsumeErrHandler(func(_ jetstream.ConsumeContext, err error) {
-		f.failed(fmt.Errorf("partition %d: %w", f.partition, err))
+		f.failed(fmt.Errorf("%s: %w", f, err))
 	}))
 	if err != nil {
 		return f.j.unavailable(err)
@@ -111,11 +137,42 @@ func (f *Follower) consume(ctx context.Context, after uint64, turn int) error {
 	return nil
 }
 
-func (f *Follower) filter() string { return fmt.Sprintf("%s.%d.*", f.j.cfg.Prefix, f.partition) }
+func (f *Follower) filter() string {
+	if f.partition < 0 {
+		return f.j.cfg.Prefix + ".*.*"
+	}
+	return f.j.filter(f.partition)
+}
+
+func (f *Follower) String() string {
+	if f.partition < 0 {
+		return "all partitions"
+	}
+	return fmt.Sprintf("partition %d", f.partition)
+}
+
+// place is the partition whose messages a subject carries; false when it is none's.
+func (f *Follower) place(subject string) (int, bool) {
+	if f.partition >= 0 {
+		return f.partition, true
+	}
+	token, _, _ := strings.Cut(subject[min(len(subject), len(f.j.cfg.Prefix)+1):], ".")
+	p, ok := f.places[token]
+	return p, ok
+}
 
 // hand delivers a message. mu is held.
 func (f *Follower) hand(h nats.Header, body []byte, subject string, d Delivery) {
 	if f.over {
+		return
+	}
+	f.last = max(f.last, d.StreamSeq)
+	var ok bool
+	if d.Partition, ok = f.place(subject); !ok {
+		return
+	}
+	d.ID, d.Conn = h.Get(jetstream.MsgIDHeader), f.j.Reconnects()
+	if f.wanted != nil && !f.wanted(d) {
 		return
 	}
 	c, err := f.j.commit(h, body, subject, d.StreamSeq)
@@ -125,8 +182,6 @@ func (f *Follower) hand(h nats.Header, body []byte, subject string, d Delivery) 
 		d.Err, _ = err.(*MalformedError) // commit returns no other error
 		d.Session, _ = f.j.SessionOfSubject(subject)
 	}
-	d.ID, d.Conn = h.Get(jetstream.MsgIDHeader), f.j.Reconnects()
-	f.last = max(f.last, d.StreamSeq)
 	f.deliver(d)
 }
 
@@ -182,7 +237,7 @@ func (f *Follower) step(ctx context.Context, m *jetstream.RawStreamMsg) {
 		if err == nil {
 			break
 		}
-		f.failed(fmt.Errorf("partition %d: %w", f.partition, err))
+		f.failed(fmt.Errorf("%s: %w", f, err))
 		select {
 		case <-time.After(stallCheck):
 		case <-ctx.Done():

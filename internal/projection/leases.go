@@ -564,6 +564,7 @@ func (s *share) acquire(ctx context.Context, mine map[int]bool, v *roll) {
 	// Behind the leases, so that what an earlier holder put aside is known.
 	b := s.w.buckets.known()
 	prepare := s.w.prepareOnce(b, s.stream)
+	s.w.commons.expect(ctx, len(got))
 	for _, n := range got {
 		s.w.start(ctx, b, n, free[n], s.stream, prepare, s.wakeUp)
 	}
@@ -764,11 +765,13 @@ func (p *partition) prepare(ctx context.Context, read func(context.Context) (*pr
 			p.aside.Store(int64(len(p.quarantined)))
 			return true
 		}
+		p.w.commons.came(p)
 		if ctx.Err() == nil {
 			p.troubled(err)
 			p.pause(ctx)
 		}
 	}
+	p.w.commons.came(p)
 	close(p.done)
 	return false
 }

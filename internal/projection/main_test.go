@@ -229,6 +229,7 @@ func (w *world) worker0(cfg projection.Config, log ...*journal.Journal) *worker 
 		k.changed = make(chan struct{})
 	}
 	cfg.Signals = projection.Signals{
+		Read: cfg.Signals.Read, Together: cfg.Signals.Together,
 		Flushed: func(session string, seq events.Seq) {
 			tell(func() { k.flushed[session] = append(k.flushed[session], seq) })
 		},

@@ -44,6 +44,11 @@ type partition struct {
 	quarantined map[string]bool
 	written     chan result
 	retries     chan retry
+	failures    chan error         // trouble with reading
+	offers      chan *seat         // capacity 1; a seat at the common reader, nil for none
+	asked       bool               // for one
+	here        bool               // those that started with it need not wait for it; guarded by commons.mu
+	ends        bool               // run returns; guarded by commons.mu
 	unfollow    context.CancelFunc // lets go of a delivery that waits for its turn
 	garbage     []trash
 	done        chan struct{} // closed when run has returned
@@ -60,6 +65,7 @@ type partition struct {
 	checkpointRev uint64
 	nextCheck     time.Time
 	nextRegain    time.Time
+	nextConsider  time.Time // when to see again whether to read with others
 	nextFlush     time.Time // when to look again for sessions that must be flushed
 
 	read          atomic.Uint64 // stream sequence of the last message that was dealt with
@@ -68,9 +74,18 @@ type partition struct {
 	checkpointed  atomic.Uint64
 	oldest        atomic.Int64 // Unix ms, when the oldest unflushed event was read; 0 for none
 	count, memory atomic.Int64
-	aside         atomic.Int64 // sessions in quarantine
+	aside         atomic.Int64  // sessions in quarantine
+	behind        atomic.Uint64 // messages that were still to be read when the last one came, or when the partition asked
+	seated        atomic.Bool   // it reads with others
+	counted       atomic.Pointer[count]
 	follower      atomic.Pointer[journal.Follower]
 	trouble       atomic.Pointer[string]
+}
+
+// count is how many messages were still to be read when dealt of them had been dealt with.
+type count struct {
+	n, dealt uint64
+	at       time.Time
 }
 
 // entry is one session in memory.
@@ -171,7 +186,7 @@ func newPartition(w *Worker, b *Buckets, n int, stream jetstream.Stream, quarant
 	return &partition{
 		holds: func() bool { return true },
 		w:     w, b: b, n: n, stream: stream, sessions: map[string]*entry{}, dirty: map[*entry]bool{}, lost: map[string]lost{}, quarantined: quarantined,
-		written: make(chan result, w.cfg.Writes), retries: make(chan retry), done: make(chan struct{}),
+		written: make(chan result, w.cfg.Writes), retries: make(chan retry), done: make(chan struct{}), failures: make(chan error, 1), offers: make(chan *seat, 1),
 	}
 }
 
@@ -217,40 +232,78 @@ func (p *partition) readCheckpoint(ctx context.Context, end uint64) error {
 // run works the partition until ctx ends, and then drains it, unless its lease was lost.
 func (p *partition) run(ctx context.Context) {
 	defer close(p.done)
+	p.w.commons.enter(p)
+	defer p.w.commons.forget(p)
 	in := make(chan journal.Delivery, deliveries)
-	failures := make(chan error, 1)
-	var follower *journal.Follower
+	var follower *journal.Follower // where messages come from: its own consumer
+	var at *seat                   // or the common reader
+	var taken []journal.Delivery
 	stop := func() {
 		if follower != nil {
 			p.unfollow()
 			follower.Stop()
 			follower = nil
+			p.follower.Store(nil)
+			for len(in) > 0 { // read again from wherever the partition reads on
+				<-in
+			}
+			p.dealt.Store(p.arrived.Load())
 		}
+		if at != nil {
+			at.leave()
+			at = nil
+			p.together(false)
+		}
+		p.pending = 0
+		p.behind.Store(0)
 	}
 	defer stop()
 	ticker := time.NewTicker(tick)
 	defer ticker.Stop()
+	waits := false // for an offer
 	for {
+		var news <-chan struct{}
+		if at != nil {
+			news = at.news
+		}
 		select {
 		case d := <-in:
 			p.deliver(ctx, d)
-			for more := true; more; { // take what is there before looking at the clock
+			for more := deliveries; more > 0; more-- { // take what is there before looking at the clock
 				select {
 				case d := <-in:
 					p.deliver(ctx, d)
 				default:
-					more = false
+					more = 0
 				}
+			}
+		case <-news:
+			var over bool
+			if taken, over = p.takeSome(ctx, at, taken); over {
+				stop()
+			}
+		case s := <-p.offers:
+			waits = false
+			if s != nil {
+				stop()
+				at = p.sit(s)
 			}
 		case r := <-p.written:
 			p.settle(r)
 			p.nextFlush = time.Time{} // a writer is free
 		case r := <-p.retries:
 			r.done <- p.retry(ctx, r.session)
-		case err := <-failures:
+		case err := <-p.failures:
 			p.troubled(err)
 		case <-ticker.C:
+			if at != nil {
+				at.wake() // others' messages pass without a word
+			}
 		case <-ctx.Done():
+			if at != nil { // others must not wait for what is not dealt with any more
+				stop()
+			}
+			p.w.commons.came(p)
 			if p.holds() {
 				p.drain()
 			}
@@ -258,20 +311,23 @@ func (p *partition) run(ctx context.Context) {
 		}
 		if p.back && ctx.Err() == nil {
 			stop()
-			for len(in) > 0 { // of a log that is no more
-				<-in
-			}
-			p.dealt.Store(p.arrived.Load())
 			if err := p.goBack(ctx); err != nil {
 				p.troubled(err)
 				p.pause(ctx)
 				continue
 			}
 		}
-		if follower == nil && ctx.Err() == nil {
-			follower = p.follow(ctx, in, failures)
+		if !p.asked && ctx.Err() == nil {
+			waits = p.ask(ctx)
+		}
+		if follower == nil && at == nil && !waits && ctx.Err() == nil {
+			follower = p.follow(ctx, in)
 		}
 		now := time.Now()
+		if follower != nil && p.pending > uint64(p.w.cfg.CatchUpFrom/p.w.log.Partitions()) && now.After(p.nextConsider) {
+			p.nextConsider = now.Add(p.w.cfg.CatchUpEvery)
+			p.w.commons.consider(ctx)
+		}
 		p.regain(ctx, now)
 		if now = time.Now(); !now.Before(p.nextFlush) { // looking takes longer than folding a commit
 			p.nextFlush = now.Add(tick / 2)
@@ -282,8 +338,19 @@ func (p *partition) run(ctx context.Context) {
 	}
 }
 
+// ask asks for a place at the common reader, and reports whether an answer will come.
+func (p *partition) ask(ctx context.Context) bool {
+	p.asked = true
+	defer p.w.commons.came(p)
+	waits, err := p.w.commons.ask(ctx, p)
+	if err != nil && ctx.Err() == nil {
+		p.troubled(err) // and the partition reads for itself
+	}
+	return waits
+}
+
 // follow starts reading behind what was dealt with; nil when JetStream is away.
-func (p *partition) follow(ctx context.Context, in chan<- journal.Delivery, failures chan<- error) *journal.Follower {
+func (p *partition) follow(ctx context.Context, in chan<- journal.Delivery) *journal.Follower {
 	ctx, p.unfollow = context.WithCancel(ctx)
 	f, err := p.w.log.Follow(ctx, p.n, p.read.Load(), p.w.cfg.Pull, func(d journal.Delivery) {
 		p.arrived.Add(1)
@@ -291,12 +358,7 @@ func (p *partition) follow(ctx context.Context, in chan<- journal.Delivery, fail
 		case in <- d:
 		case <-ctx.Done():
 		}
-	}, func(err error) {
-		select {
-		case failures <- err:
-		default:
-		}
-	})
+	}, p.fail)
 	if err != nil {
 		if ctx.Err() == nil {
 			p.troubled(err)
@@ -330,6 +392,7 @@ func (p *partition) troubled(err error) {
 func (p *partition) deliver(ctx context.Context, d journal.Delivery) {
 	defer p.dealt.Add(1)
 	p.pending = d.Pending
+	p.behind.Store(d.Pending)
 	for {
 		follows, err := p.look(ctx, d.Conn)
 		if follows {
@@ -993,7 +1056,7 @@ func (p *partition) drain() {
 
 func (p *partition) status(ctx context.Context) PartitionStatus {
 	st := PartitionStatus{Partition: p.n, Read: p.read.Load()}
-	if f := p.follower.Load(); f != nil {
+	if f := p.follower.Load(); f != nil || p.seated.Load() {
 		ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 		defer cancel()
 		n, err := p.lag(ctx, f, st.Read)
@@ -1022,6 +1085,9 @@ func (p *partition) status(ctx context.Context) PartitionStatus {
 // the other, so 0 is said only when the stream has nothing.
 func (p *partition) lag(ctx context.Context, f *journal.Follower, read uint64) (uint64, error) {
 	dealt := p.dealt.Load() // first, so that what arrives meanwhile counts
+	if f == nil {
+		return p.lagTogether(ctx, dealt, read)
+	}
 	n, err := f.Pending(ctx)
 	if err != nil {
 		return 0, err
@@ -1038,4 +1104,21 @@ func (p *partition) lag(ctx context.Context, f *journal.Follower, read uint64) (
 		return 0, err
 	}
 	return 1, nil
+}
+
+// countEvery is how often the messages that are still to be read are counted anew while the partition
+// reads with others.
+const countEvery = 10 * time.Second
+
+// lagTogether is lag while the partition reads with others, and no consumer counts for it alone: what
+// was counted a moment ago, less what was dealt with since. What came since is counted with the next.
+func (p *partition) lagTogether(ctx context.Context, dealt, read uint64) (uint64, error) {
+	if c := p.counted.Load(); c != nil && time.Since(c.at) < countEvery && c.n > dealt-c.dealt {
+		return c.n - (dealt - c.dealt), nil
+	}
+	n, err := p.w.log.Behind(ctx, p.n, read)
+	if err == nil {
+		p.counted.Store(&count{n: n, dealt: dealt, at: time.Now()})
+	}
+	return n, err
 }

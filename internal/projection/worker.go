@@ -56,6 +56,17 @@ type Config struct {
 	// Pull is how many messages of a partition are asked for at a time, at most: never more bytes
 	// than the largest message may have. Defaults to 256.
 	Pull int
+	// CatchUpBytes bounds the messages that the common reader of partitions that are far behind holds
+	// for them, by the size of their bodies; as many bytes as the largest message has are under way to
+	// it besides. Less than the largest message is as much as it. A negative number: each partition
+	// always reads for itself. Defaults to 32 MiB.
+	CatchUpBytes int
+	// CatchUpFrom is how many messages lie behind the partitions that begin to read together, at the
+	// least; they part when a sixty-fourth of it is left. Defaults to 4,096.
+	CatchUpFrom int
+	// CatchUpEvery is how often a partition that fell behind while it reads for itself looks whether to
+	// read together with others. Defaults to 2 s.
+	CatchUpEvery time.Duration
 	// CacheBytes bounds the memory of sessions that are kept between events, over all
 	// partitions. Defaults to 512 MiB.
 	CacheBytes int
@@ -81,7 +92,9 @@ type Signals struct {
 	Flushed      func(session string, seq events.Seq) // a head was written
 	Checkpointed func(partition int, streamSeq uint64)
 	Quarantined  func(Quarantine)
-	Moved        func(session string) // a head write was refused
+	Moved        func(session string)          // a head write was refused
+	Together     func(partition int, yes bool) // the partition begins to read with others, or reads for itself again
+	Read         func(streamSeq uint64)        // the common reader has a message, before it hands it on
 }
 
 func (c Config) withDefaults() Config {
@@ -102,6 +115,15 @@ func (c Config) withDefaults() Config {
 	}
 	if c.Pull == 0 {
 		c.Pull = 256
+	}
+	if c.CatchUpBytes == 0 {
+		c.CatchUpBytes = 32 << 20
+	}
+	if c.CatchUpFrom == 0 {
+		c.CatchUpFrom = 4096
+	}
+	if c.CatchUpEvery == 0 {
+		c.CatchUpEvery = 2 * time.Second
 	}
 	if c.CacheBytes == 0 {
 		c.CacheBytes = 512 << 20
@@ -189,6 +211,7 @@ type Worker struct {
 	buckets *Buckets
 	heads   *Heads
 	stats   Stats
+	commons *commons
 	born    time.Time // origin of clock
 
 	mu         sync.Mutex // guards the four below
@@ -225,7 +248,9 @@ func (s *Stats) wrote(f *snapshot.Flush) {
 // NewWorker returns a worker at rest. heads hears of every head that it writes.
 func NewWorker(j *journal.Journal, b *Buckets, heads *Heads, cfg Config) *Worker {
 	cfg = cfg.withDefaults()
-	return &Worker{cfg: cfg, log: j, buckets: b, heads: heads, born: time.Now(), partitions: map[int]*running{}, writes: make(chan struct{}, cfg.Writes)}
+	w := &Worker{cfg: cfg, log: j, buckets: b, heads: heads, born: time.Now(), partitions: map[int]*running{}, writes: make(chan struct{}, cfg.Writes)}
+	w.commons = &commons{w: w, all: map[*partition]bool{}}
+	return w
 }
 
 // Stats returns the worker's counters.
@@ -312,6 +337,7 @@ func (w *Worker) startAll(ctx, run context.Context, stream jetstream.Stream) err
 			ns = append(ns, n)
 		}
 	}
+	var ps []*partition
 	for _, n := range ns {
 		if n < 0 || n >= w.log.Partitions() {
 			return &events.Error{Code: events.CodeBadRequest, Detail: fmt.Sprintf("partition %d: expected 0 to %d", n, w.log.Partitions()-1)}
@@ -321,7 +347,11 @@ func (w *Worker) startAll(ctx, run context.Context, stream jetstream.Stream) err
 		if err := p.readCheckpoint(ctx, stream.CachedInfo().State.LastSeq); err != nil {
 			return err
 		}
-		w.partitions[n] = &running{p: p}
+		ps = append(ps, p)
+	}
+	w.commons.expect(run, len(ps))
+	for _, p := range ps {
+		w.partitions[p.n] = &running{p: p}
 		w.running.Go(func() { p.run(run) })
 	}
 	return nil
