@@ -51,7 +51,6 @@ type partition struct {
 	offers      chan *seat         // capacity 1; a seat at the common reader, nil for none
 	asked       bool               // for one
 	here        bool               // those that started with it need not wait for it; guarded by commons.mu
-	ends        bool               // run returns; guarded by commons.mu
 	unfollow    context.CancelFunc // lets go of a delivery that waits for its turn
 	garbage     []trash
 	done        chan struct{} // closed when run has returned
