@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
+	"golang.org/x/sync/semaphore"
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
@@ -115,6 +116,7 @@ type register struct {
 	replicas int
 	pages    atomic.Pointer[pageCache] // of all generations
 	reading  func(keys []string)       // see OnRead
+	room     *semaphore.Weighted       // bytes of pages that are being read
 }
 
 func openRegister(ctx context.Context, js jetstream.JetStream, replicas int) (*register, error) {
@@ -125,7 +127,7 @@ func openRegister(ctx context.Context, js jetstream.JetStream, replicas int) (*r
 	if err != nil {
 		return nil, err
 	}
-	r := &register{js: js, kv: kv, replicas: replicas}
+	r := &register{js: js, kv: kv, replicas: replicas, room: semaphore.NewWeighted(readBytes)}
 	r.pages.Store(newPageCache(DefaultPageCache))
 	return r, nil
 }

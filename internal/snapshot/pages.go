@@ -17,6 +17,10 @@ const (
 	batchBytes = 4 << 20
 )
 
+// readBytes is how many bytes of pages are read at a time by all: the server gives up a connection that
+// more than 64 MiB wait for. A page that has more is read alone.
+const readBytes = 32 << 20
+
 // DefaultPageCache is how many bytes of pages a Store keeps in memory by default.
 const DefaultPageCache = 128 << 20
 
@@ -99,24 +103,22 @@ func (s *Store) OnRead(f func(keys []string)) { s.register.reading = f }
 // memory estimates what a page takes that was parsed from raw, which its messages are parts of.
 func (p *Page) memory(raw []byte) int { return len(raw) + len(p.Nodes)*int(unsafe.Sizeof(PageNode{})) }
 
-// batch returns how many of the first pages are read with one request.
-func (s *Snapshot) batch(pages []int64) []int64 {
-	if len(pages) == 1 {
-		return pages
-	}
+// batch returns the first pages, those that are read with one request, and the bytes of their events'
+// data.
+func (s *Snapshot) batch(pages []int64) (some []int64, bytes int64) {
 	size := make(map[int64]int64, len(pages))
 	for g := 0; g <= len(s.groups); g++ {
 		for _, p := range s.pagesOf(g) {
 			size[p.n] = p.bytes
 		}
 	}
-	var bytes int64
 	for i, n := range pages {
-		if bytes += size[n]; i == batchPages || i > 0 && bytes > batchBytes {
-			return pages[:i]
+		if i == batchPages || i > 0 && bytes+size[n] > batchBytes {
+			return pages[:i], bytes
 		}
+		bytes += size[n]
 	}
-	return pages
+	return pages, bytes
 }
 
 func pageKeys(token string, pages []int64) []string {

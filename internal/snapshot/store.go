@@ -146,43 +146,67 @@ func damagedValue(session string, err error) error {
 // FillPages reads pages into a snapshot. gone reports that one of them is not there (any more).
 func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (gone bool, err error) {
 	s = s.Pin(ctx)
+	missing := s.fillCached(snap, pages)
+	for len(missing) > 0 {
+		some, bytes := snap.batch(missing)
+		missing = missing[len(some):]
+		bytes = min(max(bytes, 1), readBytes)
+		if err := s.register.room.Acquire(ctx, bytes); err != nil {
+			return false, unavailable(err)
+		}
+		// Others may have read them meanwhile.
+		gone, err := s.readInto(ctx, snap, s.fillCached(snap, some))
+		s.register.room.Release(bytes)
+		if gone || err != nil {
+			return gone, err
+		}
+	}
+	return false, nil
+}
+
+// fillCached fills in the pages that are in the cache, and returns the others.
+func (s *Store) fillCached(snap *Snapshot, pages []int64) (missing []int64) {
 	token, cache := events.Token(snap.ID), s.cache()
-	var missing []int64
 	for _, n := range pages {
 		if p, ok := cache.Get(s.cached(PageKey(token, n))); !ok || snap.Fill(n, p.page.Nodes) != nil {
 			missing = append(missing, n)
 		}
 	}
-	for len(missing) > 0 {
-		some := snap.batch(missing)
-		missing = missing[len(some):]
-		if f := s.register.reading; f != nil {
-			f(pageKeys(token, some))
+	return missing
+}
+
+// readInto reads pages from the bucket into a snapshot.
+func (s *Store) readInto(ctx context.Context, snap *Snapshot, pages []int64) (gone bool, err error) {
+	if len(pages) == 0 {
+		return false, nil
+	}
+	token, cache := events.Token(snap.ID), s.cache()
+	if f := s.register.reading; f != nil {
+		f(pageKeys(token, pages))
+	}
+	read := s.readPages(ctx, token, pages)
+	for _, n := range pages {
+		key := PageKey(token, n)
+		raw := read[key]
+		if raw == nil { // not there, or not answered: this tells which
+			if raw, _, err = s.get(ctx, key); errors.Is(err, errNoValue) {
+				return true, nil
+			}
 		}
-		read := s.readPages(ctx, token, some)
-		for _, n := range some {
-			key := PageKey(token, n)
-			raw := read[key]
-			if raw == nil { // not there, or not answered: this tells which
-				if raw, _, err = s.get(ctx, key); errors.Is(err, errNoValue) {
-					return true, nil
-				}
-			}
-			if err != nil {
-				return false, err
-			}
-			p, err := ParsePage(raw, key)
-			if err != nil {
-				return false, err
-			}
-			if p.V != layoutVersion {
-				return false, snap.damaged("page %d: layout version: expected %d, found %d", n, layoutVersion, p.V)
-			}
-			if err := snap.Fill(n, p.Nodes); err != nil {
-				return false, err
-			}
-			cache.Put(s.cached(key), kept{page: p}, p.memory(raw))
+		if err != nil {
+			return false, err
 		}
+		p, err := ParsePage(raw, key)
+		if err != nil {
+			return false, err
+		}
+		if p.V != layoutVersion {
+			return false, snap.damaged("page %d: layout version: expected %d, found %d", n, layoutVersion, p.V)
+		}
+		if err := snap.Fill(n, p.Nodes); err != nil {
+			return false, err
+		}
+		cache.Put(s.cached(key), kept{page: p}, p.memory(raw))
 	}
 	return false, nil
 }
