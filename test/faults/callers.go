@@ -254,6 +254,8 @@ func (l *callers) change(ctx context.Context, r *rand.Rand, s *session, o op, pa
 	case json.Unmarshal(res.Body, &answer) != nil:
 		l.s.Finding("%s on %s: answer %.200s", o.what, s.id, res.Body)
 		o.outcome = "unknown"
+	case answer.Repaired != nil && !*answer.Repaired && res.lost:
+		o.outcome = "unknown" // nothing is open any more: the call that got no answer may have closed it
 	case answer.Repaired != nil && !*answer.Repaired:
 		o.outcome = "refused" // nothing was open
 	default:
