@@ -42,5 +42,9 @@ func run(ctx context.Context, args []string) error {
 		return err
 	}
 	kctx.BindTo(ctx, (*context.Context)(nil))
-	return kctx.Run()
+	err = kctx.Run()
+	if kctx.Command() == "serve" { // until somebody ends it
+		return err
+	}
+	return platform.ToTheEnd(ctx, err)
 }

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"time"
@@ -48,6 +49,9 @@ func (c *serveCmd) shown() serveCmd {
 const drainTime = 30 * time.Second
 
 func (c *serveCmd) Run(ctx context.Context) error {
+	if c.StartWait < 0 {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--start-wait: expected 0, for ever, or more, found %v", c.StartWait)}
+	}
 	mode, err := lifecycle.ParseMode(c.Invariants)
 	if err != nil {
 		return err

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"strings"
 
 	"github.com/alecthomas/kong"
 
@@ -54,5 +55,10 @@ func run(ctx context.Context, args []string) error {
 		return err
 	}
 	kctx.BindTo(ctx, (*context.Context)(nil))
-	return kctx.Run()
+	err = kctx.Run()
+	switch strings.Fields(kctx.Command())[0] {
+	case "serve", "watch", "feed": // until somebody ends them
+		return err
+	}
+	return platform.ToTheEnd(ctx, err)
 }

@@ -90,6 +90,15 @@ func Main(ctx context.Context, run func(ctx context.Context) error) int {
 	return report(ctx, os.Stderr, err)
 }
 
+// ToTheEnd is the error of a command that should have run to its end: being told to stop is one, since
+// what it printed or did by then is not all. For programs that run until they are stopped it is none.
+func ToTheEnd(ctx context.Context, err error) error {
+	if !Stopping(ctx) || err != nil && !onlySaysStopped(ctx, err) {
+		return err
+	}
+	return &ExitError{Code: ExitFailed, Err: errors.New("interrupted: what was printed or done by then is not all")}
+}
+
 func exitCodeOf(sig os.Signal) int {
 	if s, ok := sig.(syscall.Signal); ok {
 		return 128 + int(s)

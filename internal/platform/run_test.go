@@ -22,7 +22,7 @@ func childMain(mode string) int {
 		switch mode {
 		case "fail":
 			return errors.Join(errors.New("first"), errors.New("second"))
-		case "drain", "drain-fails", "stuck":
+		case "drain", "drain-fails", "stuck", "to-the-end":
 			fmt.Println("ready")
 			<-ctx.Done()
 			fmt.Println(context.Cause(ctx))
@@ -31,6 +31,9 @@ func childMain(mode string) int {
 			}
 			if mode == "drain-fails" {
 				return errors.Join(ctx.Err(), errors.New("two sessions were not flushed"))
+			}
+			if mode == "to-the-end" {
+				return ToTheEnd(ctx, fmt.Errorf("exporting: %w", ctx.Err()))
 			}
 			return fmt.Errorf("serving: %w", ctx.Err())
 		}
@@ -99,6 +102,36 @@ func TestMainDrainsOnTheFirstSignal(t *testing.T) {
 			c.expectLine(ErrStopping.Error())
 			c.expectExit(ExitOK)
 		})
+	}
+}
+
+// A command whose output or work is cut off does not pass for one that was done.
+func TestACommandThatIsInterruptedFails(t *testing.T) {
+	t.Parallel()
+	for _, sig := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT} {
+		t.Run(sig.String(), func(t *testing.T) {
+			t.Parallel()
+			c := startChild(t, "to-the-end")
+			c.expectLine("ready")
+			c.signal(sig)
+			c.expectLine(ErrStopping.Error())
+			c.expectExit(ExitFailed)
+			if !strings.Contains(c.stderr.String(), "interrupted: ") {
+				t.Errorf("stderr %q", c.stderr.String())
+			}
+		})
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	if err := ToTheEnd(ctx, nil); err != nil {
+		t.Errorf("nobody stopped it: %v", err)
+	}
+	failed := errors.New("a finding")
+	cancel(ErrStopping)
+	if err := ToTheEnd(ctx, failed); err != failed {
+		t.Errorf("another failure: %v", err)
+	}
+	if err := ToTheEnd(ctx, nil); err == nil {
+		t.Error("a command that returned without error after it was told to stop passes")
 	}
 }
 
