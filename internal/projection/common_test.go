@@ -278,19 +278,7 @@ func TestTheLogLosesItsEndWhileItIsReadTogether(t *testing.T) {
 	}})
 	k := w.worker(cfg)
 	r.alone(t, partitions)
-	ctx := journaltest.Context(t)
-	journaltest.Eventually(t, "all heads at the log's end", func() bool {
-		for i := range sessions {
-			s, err := w.Status(ctx, id(i))
-			if err != nil {
-				t.Fatal(err)
-			}
-			if w.headSeq(id(i)) != s.NextSeq-1 {
-				return false
-			}
-		}
-		return w.headSeq("lost") == events.NoSeq
-	})
+	w.headsAtTheEnd(sessions, id)
 	w.verify()
 	k.wrote("lost", w.append("lost", user("again")))
 	k.wrote(id(7), w.append(id(7), user("again")))

@@ -64,18 +64,7 @@ func TestTheLogLostItsEndAndGrewAgain(t *testing.T) {
 			if !running {
 				k = w.worker(projection.Config{})
 			}
-			journaltest.Eventually(t, "all heads at the log's end", func() bool {
-				for i := range sessions {
-					s, err := w.Status(ctx, id(i))
-					if err != nil {
-						t.Fatal(err)
-					}
-					if w.headSeq(id(i)) != s.NextSeq-1 {
-						return false
-					}
-				}
-				return w.headSeq("lost") == events.NoSeq
-			})
+			w.headsAtTheEnd(sessions, id)
 			w.verify()
 			// And from then on as ever.
 			k.wrote("lost", w.append("lost", user("again")))
@@ -88,4 +77,21 @@ func TestTheLogLostItsEndAndGrewAgain(t *testing.T) {
 			}
 		})
 	}
+}
+
+// headsAtTheEnd waits until n sessions have heads of all that is in the log, and "lost" has none.
+func (w *world) headsAtTheEnd(n int, id func(int) string) {
+	w.t.Helper()
+	journaltest.Eventually(w.t, "all heads at the log's end", func() bool {
+		for i := range n {
+			s, err := w.Status(journaltest.Context(w.t), id(i))
+			if err != nil {
+				w.t.Fatal(err)
+			}
+			if w.headSeq(id(i)) != s.NextSeq-1 {
+				return false
+			}
+		}
+		return w.headSeq("lost") == events.NoSeq
+	})
 }
