@@ -115,79 +115,87 @@ func (t *target) done(n int, err error) (int, error) {
 	return n, nil
 }
 
-// cases are all that is compared with the baseline.
-func (r *bed) cases(ctx context.Context) ([]*load, error) {
-	log := r.journal.Config().Stream
-	one := [][]byte{userMessage}
-	single := &load{name: "append/api/single", about: "Go API, 64 writers on 64 sessions", stream: log, listed: true}
-	grouped := &load{name: "append/api/grouped16", about: "Go API, 16 callers on each of 64 sessions", stream: log, listed: true}
-	many := &load{name: "append/api/1000sessions", about: "Go API, 64 writers on 1,000 sessions in turn", stream: log}
-	shared := &load{name: "append/api/1session", about: "Go API, 16 writers on one session", stream: log}
-	service := &load{name: "append/nats/single", about: "NATS service, 64 callers on 64 sessions", stream: log, listed: true}
-	web := &load{name: "append/http/single", about: "HTTP, 64 callers on 64 sessions", stream: log, listed: true}
-	batches := &load{name: "append/http/ndjson100", about: "HTTP, 64 callers on 64 sessions, 100 events a request", stream: log, listed: true}
+// kind is a case before there is a server for it.
+type kind struct {
+	name   string
+	about  string
+	listed bool
+	fill   func(ctx context.Context, r *bed, l *load) error // makes its sessions and its calls
+}
 
-	for _, c := range []struct {
-		l              *load
-		label          string
-		sessions, each int // callers of each session
-	}{{single, "single", writers, 1}, {grouped, "grouped", writers, 16}, {shared, "shared", 1, 16}} {
-		ts, err := r.sessions(ctx, c.label, c.sessions)
-		if err != nil {
-			return nil, err
-		}
-		for range c.each {
+// kinds are all that is compared with the baseline.
+func kinds() []kind {
+	body := append(bytes.Join(repeat(userMessage, lines), []byte("\n")), '\n')
+	return []kind{
+		{"append/api/single", "Go API, 64 writers on 64 sessions", true, goAPI("single", writers, 1)},
+		{"append/api/grouped16", "Go API, 16 callers on each of 64 sessions", true, goAPI("grouped", writers, 16)},
+		{"append/api/1000sessions", "Go API, 64 writers on 1,000 sessions in turn", false, goAPIInTurn},
+		{"append/api/1session", "Go API, 16 writers on one session", false, goAPI("shared", 1, 16)},
+		{"append/nats/single", "NATS service, 64 callers on 64 sessions", true, service},
+		{"append/http/single", "HTTP, 64 callers on 64 sessions", true, web("http", "application/json", userMessage, 1)},
+		{"append/http/ndjson100", "HTTP, 64 callers on 64 sessions, 100 events a request", true, web("ndjson", "application/x-ndjson", body, lines)},
+	}
+}
+
+// load makes a case at this server.
+func (r *bed) load(ctx context.Context, k kind) (*load, error) {
+	l := &load{name: k.name, about: k.about, listed: k.listed, stream: r.journal.Config().Stream}
+	return l, k.fill(ctx, r, l)
+}
+
+// goAPI has so many callers append to each of so many sessions.
+func goAPI(label string, sessions, each int) func(context.Context, *bed, *load) error {
+	return func(ctx context.Context, r *bed, l *load) error {
+		ts, err := r.sessions(ctx, label, sessions)
+		for range each {
 			for _, t := range ts {
-				c.l.calls = append(c.l.calls, appendTo(r.appender, t, one))
+				l.calls = append(l.calls, appendTo(r.appender, t, repeat(userMessage, 1)))
 			}
 		}
+		return err
 	}
+}
+
+func goAPIInTurn(ctx context.Context, r *bed, l *load) error {
 	ts, err := r.sessions(ctx, "many", manySessions)
-	if err != nil {
-		return nil, err
-	}
 	for w := range writers {
 		var mine []call
 		for i := w; i < len(ts); i += writers {
-			mine = append(mine, appendTo(r.appender, ts[i], one))
+			mine = append(mine, appendTo(r.appender, ts[i], repeat(userMessage, 1)))
 		}
-		many.calls = append(many.calls, inTurn(mine))
+		l.calls = append(l.calls, inTurn(mine))
 	}
+	return err
+}
 
-	if ts, err = r.sessions(ctx, "nats", writers); err != nil {
-		return nil, err
+func service(ctx context.Context, r *bed, l *load) error {
+	ts, err := r.sessions(ctx, "nats", writers)
+	if err != nil {
+		return err
 	}
 	conns := make([]*nats.Conn, clientConns)
 	for i := range conns {
 		if conns[i], err = r.Connect(); err != nil {
-			return nil, err
+			return err
 		}
 	}
 	for i, t := range ts {
-		service.calls = append(service.calls, overNATS(conns[i%clientConns], t))
+		l.calls = append(l.calls, overNATS(conns[i%clientConns], t))
 	}
+	return nil
+}
 
-	body := append(bytes.Join(repeat(userMessage, lines), []byte("\n")), '\n')
-	for _, c := range []struct {
-		l           *load
-		label       string
-		contentType string
-		body        []byte
-		events      int
-	}{
-		{web, "http", "application/json", userMessage, 1},
-		{batches, "ndjson", "application/x-ndjson", body, lines},
-	} {
-		if ts, err = r.sessions(ctx, c.label, writers); err != nil {
-			return nil, err
-		}
+// web has each session appended to over HTTP, some events a request.
+func web(label, contentType string, body []byte, events int) func(context.Context, *bed, *load) error {
+	return func(ctx context.Context, r *bed, l *load) error {
+		ts, err := r.sessions(ctx, label, writers)
 		for _, t := range ts {
-			cl := newCaller(r.http, t, c.contentType, c.body, c.events)
-			c.l.calls = append(c.l.calls, cl.call)
-			c.l.after = append(c.l.after, cl.close)
+			c := newCaller(r.http, t, contentType, body, events)
+			l.calls = append(l.calls, c.call)
+			l.after = append(l.after, c.close)
 		}
+		return err
 	}
-	return []*load{single, grouped, many, shared, service, web, batches}, nil
 }
 
 // inTurn does one of the calls after another.
@@ -288,7 +296,7 @@ func (r *bed) rawPublishes(ctx context.Context) (*load, error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &load{name: "raw publish", about: "jetstream.PublishMsg with expected last sequence, 64 goroutines on 64 subjects", stream: rawStream}
+	l := &load{name: rawName, about: "jetstream.PublishMsg with expected last sequence, 64 goroutines on 64 subjects", stream: rawStream}
 	last := make([]uint64, len(ts))                             // stream sequences
 	l.after = append(l.after, func(ctx context.Context) error { // nobody looks at the messages again
 		clear(last)

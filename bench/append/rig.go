@@ -34,7 +34,7 @@ type bed struct {
 }
 
 // rawStream takes the baseline's messages. It has the settings of the appender's stream.
-const rawStream, rawPrefix = "RAW", "raw"
+const rawName, rawStream, rawPrefix = "raw publish", "RAW", "raw"
 
 // newBed starts one; tel may be nil.
 func newBed(ctx context.Context, d platform.Durability, tel *telemetry.Telemetry) (r *bed, err error) {

@@ -39,21 +39,26 @@ func (b *bench) telemetry(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, with.Close()) }()
-	off, err := without.cases(ctx)
-	if err != nil {
-		return err
-	}
-	on, err := with.cases(ctx)
-	if err != nil {
-		return err
+	var off, on []*load
+	for _, k := range kinds() {
+		if !k.listed {
+			continue
+		}
+		for _, side := range []struct {
+			r  *bed
+			to *[]*load
+		}{{without, &off}, {with, &on}} {
+			l, err := side.r.load(ctx, k)
+			if err != nil {
+				return err
+			}
+			*side.to = append(*side.to, l)
+		}
 	}
 	samples := make([][2][]*sample, len(off)) // off, on
 	for round := range b.Rounds {
 		b.say("round %d of %d", round+1, b.Rounds)
 		for i := range off {
-			if !off[i].listed {
-				continue
-			}
 			for k := range 2 {
 				k = (k + round) % 2 // each comes first as often as the other
 				s, err := []*bed{without, with}[k].measure(ctx, [][]*load{off, on}[k][i], b.Warmup, b.Time)
@@ -66,9 +71,7 @@ func (b *bench) telemetry(ctx context.Context) (err error) {
 	}
 	var out []rig.Overhead
 	for i, s := range samples {
-		if off[i].listed {
-			out = append(out, rig.NewOverhead("telemetry/"+off[i].name, rig.Median(s[1], (*sample).rate), rig.Median(s[0], (*sample).rate), rig.Median(s[1], cpu), rig.Median(s[0], cpu)))
-		}
+		out = append(out, rig.NewOverhead("telemetry/"+off[i].name, rig.Median(s[1], (*sample).rate), rig.Median(s[0], (*sample).rate), rig.Median(s[1], cpu), rig.Median(s[0], cpu)))
 	}
 	for _, r := range []*bed{without, with} {
 		if err := r.verify(ctx); err != nil {
