@@ -81,13 +81,18 @@ func (f storeFlags) connect(ctx context.Context, s *store, name, listen string, 
 	return nil
 }
 
+// log is how the log is treated.
+func (f storeFlags) log() journal.Config {
+	return journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}
+}
+
 // bind is the second half of open: the log and the buckets.
 func (f storeFlags) bind(ctx context.Context, s *store) error {
 	vocabulary, err := events.NewVocabulary(splitList(f.EventTypes)...)
 	if err != nil {
 		return err
 	}
-	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV, Made: s.conns.Made}, journal.Config{Replicas: f.Replicas, Partitions: f.Partitions}, vocabulary); err != nil {
+	if s.journal, err = journal.Open(ctx, journal.Conns{Publish: s.conns.Publish, Read: s.conns.KV, Made: s.conns.Made}, f.log(), vocabulary); err != nil {
 		return err
 	}
 	if s.headers, err = s.journal.OpenHeaders(ctx); err != nil {

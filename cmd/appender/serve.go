@@ -46,7 +46,12 @@ func (c *serveCmd) shown() serveCmd {
 	return out
 }
 
-const drainTime = 30 * time.Second
+// restTime is how long the end takes of what is not the drain, at the most: services, connections, and the
+// store of an embedded server.
+const restTime = 10 * time.Second
+
+// stopTime is how long the end of a command takes, at the most, and that of a start that failed.
+const stopTime = 30 * time.Second
 
 func (c *serveCmd) Run(ctx context.Context) error {
 	if c.StartWait < 0 {
@@ -70,7 +75,15 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return stopAfter(&g, err)
 	}
-	patience, err := served.Listen(ctx, c.StartWait, transient)
+	cfg := appender.Config{
+		Telemetry:  served.Telemetry,
+		Invariants: mode, Freeze: c.Freeze, MaxEvent: c.MaxEvent, MaxCommit: c.MaxCommit, MaxHeader: c.MaxHeader,
+		MaxSessionEvents: c.MaxSessionEvents, MaxSessionBytes: c.MaxSessionBytes,
+		GroupEvents: c.GroupEvents, GroupBytes: c.GroupBytes, Queue: c.Queue, PendingBytes: c.PendingBytes,
+		CacheBytes: c.CacheBytes, KeyWindow: c.KeyWindow,
+	}
+	drain := cfg.Drain(c.log())
+	patience, err := served.Listen(ctx, c.StartWait, transient, drain)
 	if err != nil {
 		return stopAfter(&g, err)
 	}
@@ -78,13 +91,7 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return stopAfter(&g, err)
 	}
-	a := s.appender(appender.Config{
-		Telemetry:  served.Telemetry,
-		Invariants: mode, Freeze: c.Freeze, MaxEvent: c.MaxEvent, MaxCommit: c.MaxCommit, MaxHeader: c.MaxHeader,
-		MaxSessionEvents: c.MaxSessionEvents, MaxSessionBytes: c.MaxSessionBytes,
-		GroupEvents: c.GroupEvents, GroupBytes: c.GroupBytes, Queue: c.Queue, PendingBytes: c.PendingBytes,
-		CacheBytes: c.CacheBytes, KeyWindow: c.KeyWindow,
-	})
+	a := s.appender(cfg)
 	g.Add("appender", platform.StopFunc(a.Close))
 	stop, err := a.Listen()
 	if err != nil {
@@ -113,12 +120,15 @@ func (c *serveCmd) Run(ctx context.Context) error {
 		<-ctx.Done()
 		return nil
 	}))
-	return g.Run(ctx, drainTime)
+	// The last to start is the first to stop: what waits for a server that is away is given up while HTTP
+	// drains, and not behind it.
+	g.Add("giving up", platform.StopFunc(func(context.Context) error { a.GiveUp(); return nil }))
+	return g.Run(ctx, drain+restTime)
 }
 
 // stopAfter stops what runs, after a start that failed or a command that ended, and hands err on.
 func stopAfter(g *platform.Group, err error) error {
-	ctx, cancel := context.WithTimeout(context.Background(), drainTime)
+	ctx, cancel := context.WithTimeout(context.Background(), stopTime)
 	defer cancel()
 	if serr := g.Stop(ctx); serr != nil {
 		slog.Warn("stopping", "err", serr)

@@ -74,7 +74,8 @@ func (c *serveCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return stopAfter(&g, err)
 	}
-	patience, err := served.Listen(ctx, c.StartWait, transient)
+	// Who waits for a seq is answered at once when the program stops: nothing takes long then.
+	patience, err := served.Listen(ctx, c.StartWait, transient, 0)
 	if err != nil {
 		return stopAfter(&g, err)
 	}

@@ -12,3 +12,10 @@ func Routes(h http.Handler) []string {
 	}
 	return out
 }
+
+// Active is how many requests are being worked on.
+func (s *Services) Active() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.active
+}

@@ -122,18 +122,15 @@ func (s *Served) edge() *Edge {
 // Record has reads noted in the log of reads. It must be called before the API is made.
 func (s *Served) Record(l *AccessLog) { s.edge().Access = l }
 
-// drainTime is longer than a publish whose outcome is not known is pursued (20 s, and 2 s for its last
-// try): an append that is in flight when the program is told to stop gets its answer.
-const drainTime = 24 * time.Second
-
 // Listen opens the server of the API, which answers that the program is alive and not ready until
 // Serve says what it serves and Open lets it. Patience is how a start waits for what is away meanwhile.
-func (s *Served) Listen(ctx context.Context, within time.Duration, worth func(error) bool) (platform.Patience, error) {
+// drain is how long requests in flight are waited for when the program stops; 0 for platform's default.
+func (s *Served) Listen(ctx context.Context, within time.Duration, worth func(error) bool, drain time.Duration) (platform.Patience, error) {
 	s.front = newFront()
 	s.server = platform.Serve(platform.HTTPConfig{
 		Listen: s.listen, Handler: s.front, HeaderTimeout: s.flags.HeaderTimeout,
 		CertFile: s.flags.HTTPCert, KeyFile: s.flags.HTTPKey, ClientCAFile: s.flags.HTTPClientCA,
-		DrainTimeout: drainTime,
+		DrainTimeout: drain,
 	})
 	return platform.Patience{Within: within, Worth: worth, Failed: s.front.waits}, s.server.Start(ctx)
 }

@@ -18,8 +18,7 @@ import (
 // is cut into pages where it does not fit a message.
 type reads struct {
 	routes http.Handler
-	most   func() int      // bytes of a reply's body
-	stop   context.Context // ends when no answer is waited for any more
+	most   func() int // bytes of a reply's body
 }
 
 // replyReserve is the room for the headers of a reply, in bytes.
@@ -40,9 +39,7 @@ func NewProjectorServices(conn *nats.Conn, routes http.Handler, cfg ServiceConfi
 		}
 		return int(conn.MaxPayload()) - replyReserve
 	}
-	var stop context.CancelFunc
-	o.stop, stop = context.WithCancel(context.Background())
-	s.stopWaiting = stop
+	s.ctx, s.stopWaiting = context.WithCancel(context.Background())
 	s.parallel = func(op string) int { return cfg.Parallel }
 	s.ops = []operation{
 		{name: "messages", path: "/v1/sessions/{id}/messages", do: o.list("messages", "/messages", "system", "unpaired", "report")},
@@ -57,9 +54,6 @@ func NewProjectorServices(conn *nats.Conn, routes http.Handler, cfg ServiceConfi
 
 // get runs a route with the parameters that a request's body names.
 func (o *reads) get(ctx context.Context, path string, params url.Values) (http.Header, []byte, error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	defer context.AfterFunc(o.stop, cancel)()
 	return Local(ctx, o.routes, path, params)
 }
 

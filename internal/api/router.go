@@ -1,6 +1,7 @@
 package api
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -61,13 +62,7 @@ func (rt *router) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		writeProblem(w, badRequest("a "+r.Method+" has no body here; leave it out"))
 		return
 	}
-	err := rt.dispatch(started, r)
-	if err != nil && r.Context().Err() != nil {
-		var e *events.Error
-		if !errors.As(err, &e) { // the program stops, or the client is gone and nobody reads this
-			err = &events.Error{Code: events.CodeUnavailable, Cause: err, Detail: "the server is stopping; try again"}
-		}
-	}
+	err := whenEnded(r.Context(), rt.dispatch(started, r))
 	switch {
 	case err == nil:
 	case started.started:
@@ -80,6 +75,16 @@ func (rt *router) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 		writeProblem(w, err)
 	}
+}
+
+// whenEnded is the error of a request whose context has ended: the program stops, or the client is gone
+// and nobody reads it.
+func whenEnded(ctx context.Context, err error) error {
+	var e *events.Error
+	if err == nil || ctx.Err() == nil || errors.As(err, &e) {
+		return err
+	}
+	return &events.Error{Code: events.CodeUnavailable, Cause: err, Detail: "the server is stopping; try again"}
 }
 
 // splitPath returns a request's path, with {id} in the place of a session's id, and that id.

@@ -47,7 +47,8 @@ type Services struct {
 	ops         []operation
 	alone       []string              // operations whose subject names no session
 	parallel    func(name string) int // endpoints of an operation
-	stopWaiting func()                // called by Stop: who waits is answered at once; may be nil
+	ctx         context.Context       // of every request
+	stopWaiting func()                // called by Stop: ends ctx; may be nil, when somebody else ends it
 	cfg         ServiceConfig
 
 	mu      sync.Mutex // guards all below
@@ -63,6 +64,7 @@ func NewAppenderServices(conn *nats.Conn, a *appender.Appender, cfg ServiceConfi
 	}
 	s := newServices(conn, "palimpsest-appender", "Appends to agent sessions; subjects end in the session's token", cfg)
 	s.ops = (&appends{a}).operations()
+	s.ctx = a.Stopping()
 	s.parallel = func(op string) int {
 		if op == "append" {
 			return cfg.Parallel
@@ -192,7 +194,7 @@ func (s *Services) serve(op operation, r micro.Request) {
 	}()
 	out, err := s.answer(op, r)
 	if err != nil {
-		s.refuse(r, err)
+		s.refuse(r, whenEnded(s.ctx, err))
 		return
 	}
 	h := nats.Header{"Content-Type": {typeJSON}, "Palimpsest-Status": {strconv.Itoa(out.status)}}
@@ -232,7 +234,7 @@ func (s *Services) answer(op operation, r micro.Request) (*output, error) {
 			return nil, err
 		}
 	}
-	return op.do(context.Background(), in)
+	return op.do(s.ctx, in)
 }
 
 // refuse answers with the problem document that HTTP would have, in the body of a service error.

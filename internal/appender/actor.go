@@ -150,7 +150,7 @@ func (s *actor) askForTurn() {
 
 // do carries out one group of work: what becomes one commit, or a single look at the state.
 func (s *actor) do(group []*work) {
-	ctx := withDeadline(group[0].ctx, s.a.cfg.LoadTimeout)
+	ctx := withDeadline(group[0].ctx, s.a.stopping, s.a.cfg.LoadTimeout)
 	defer ctx.end()
 	fresh := s.state == nil // as new as the log's end when it was loaded just now
 	if fresh {
@@ -333,8 +333,12 @@ func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, 
 	}
 }
 
-// overtaken is the error of an append for which others were first until its time was up.
+// overtaken is the error of an append for which others were first until its time was up, or until the
+// appender was told to stop.
 func (s *actor) overtaken(cause error) error {
+	if s.a.stopping.Err() != nil {
+		return shutDown(s.id, cause)
+	}
 	return &events.Error{Code: events.CodeOverloaded, Session: s.id, Cause: cause, Detail: fmt.Sprintf("other appenders were first for %v; try again later", s.a.cfg.LoadTimeout)}
 }
 

@@ -54,6 +54,10 @@ type Config struct {
 	CacheBytes int
 	// LoadTimeout bounds loading a session's state. Defaults to 30 s.
 	LoadTimeout time.Duration
+	// StopGrace is how long, once the appender is told to stop, work may go on of which nothing was
+	// published yet; then it is refused with unavailable, and may be sent to another appender. A
+	// publish that was begun gets its time. Defaults to 1 s.
+	StopGrace time.Duration
 	// Now is the clock. Defaults to time.Now.
 	Now func() time.Time
 	// Telemetry makes spans of commits. Defaults to nil: none.
@@ -95,6 +99,9 @@ func (c Config) withDefaults() Config {
 	if c.LoadTimeout == 0 {
 		c.LoadTimeout = 30 * time.Second
 	}
+	if c.StopGrace == 0 {
+		c.StopGrace = time.Second
+	}
 	if c.Now == nil {
 		c.Now = time.Now
 	}
@@ -102,6 +109,15 @@ func (c Config) withDefaults() Config {
 		c.Logger = slog.Default()
 	}
 	return c
+}
+
+// answerTime is what it takes to hand an answer to its caller, at the most.
+const answerTime = time.Second
+
+// Drain is how long after GiveUp the last answer comes at the most: a publish may begin until the grace
+// is over, and is then pursued. Whoever carries the answers waits that long when the program stops.
+func (c Config) Drain(log journal.Config) time.Duration {
+	return c.withDefaults().StopGrace + log.Pursuit() + answerTime
 }
 
 // Appender appends to the sessions of a journal. It is safe for concurrent use.
@@ -112,12 +128,16 @@ type Appender struct {
 	store   *snapshot.Store
 	stats   Stats
 
+	stopping context.Context // ends when nothing is to be published any more
+	stop     context.CancelFunc
+
 	mu       sync.Mutex // guards all below
 	sessions map[string]*actor
 	idle     list.List // of *actor, most recently used first: those without work
 	bytes    int       // of all loaded states
 	pending  int       // bytes of events that wait or are in flight
 	closed   bool
+	grace    *time.Timer // ends stopping; nil until the appender is told to stop
 	running  sync.WaitGroup
 }
 
@@ -128,7 +148,9 @@ type Stats struct {
 
 // New returns an appender.
 func New(j *journal.Journal, h *journal.Headers, s *snapshot.Store, cfg Config) *Appender {
-	return &Appender{cfg: cfg.withDefaults(), log: j, headers: h, store: s, sessions: map[string]*actor{}}
+	a := &Appender{cfg: cfg.withDefaults(), log: j, headers: h, store: s, sessions: map[string]*actor{}}
+	a.stopping, a.stop = context.WithCancel(context.Background())
+	return a
 }
 
 // Listen makes the appender hear of others that ask for a turn on a session which both append
@@ -153,8 +175,29 @@ func (a *Appender) Sessions() (n, bytes int) {
 	return len(a.sessions), a.bytes
 }
 
-// Close waits until what was asked for is done, or ctx ends. Appends from then on are refused.
+// GiveUp begins the appender's end: what nothing was published of within Config.StopGrace from now on is
+// refused with unavailable, so that nobody waits for what is away. Until then appends are taken as
+// ever. A second call changes nothing.
+func (a *Appender) GiveUp() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.grace == nil {
+		a.grace = time.AfterFunc(a.cfg.StopGrace, a.stop)
+	}
+}
+
+// Stopping ends when nothing is to be published any more: Config.StopGrace after GiveUp or Close.
+func (a *Appender) Stopping() context.Context { return a.stopping }
+
+// shutDown is the error of work that was given up, or came too late.
+func shutDown(session string, cause error) error {
+	return &events.Error{Code: events.CodeUnavailable, Session: session, Cause: cause, Detail: "the appender is shutting down; send the request to another one"}
+}
+
+// Close waits until what was asked for is done or given up, or ctx ends. Appends from then on are
+// refused.
 func (a *Appender) Close(ctx context.Context) error {
+	a.GiveUp()
 	a.mu.Lock()
 	a.closed = true
 	a.mu.Unlock()
@@ -165,6 +208,7 @@ func (a *Appender) Close(ctx context.Context) error {
 	}()
 	select {
 	case <-done:
+		a.stop()
 		return nil
 	case <-ctx.Done():
 		return ctx.Err()
@@ -400,9 +444,13 @@ func (a *Appender) submit(w *work) error {
 	}
 	if atRest {
 		s.begin()
-		return nil
+	} else {
+		<-w.done
 	}
-	<-w.done
+	// Of what was published the outcome is known, or said not to be.
+	if w.err != nil && !isOurs(w.err) && a.stopping.Err() != nil {
+		w.err = shutDown(w.Session, w.err)
+	}
 	return nil
 }
 
@@ -410,8 +458,8 @@ func (a *Appender) submit(w *work) error {
 func (a *Appender) enqueue(w *work) (s *actor, atRest bool, err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.closed {
-		return nil, false, &events.Error{Code: events.CodeUnavailable, Session: w.Session, Detail: "the appender is shutting down; send the append to another one"}
+	if a.closed || a.stopping.Err() != nil {
+		return nil, false, shutDown(w.Session, nil)
 	}
 	s = a.sessions[w.Session]
 	if s == nil {

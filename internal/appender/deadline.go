@@ -7,11 +7,12 @@ import (
 	"time"
 )
 
-// deadline is a context that ends at a point in time, and has a timer only once somebody waits
-// for that: most appends find their state in memory and never do.
+// deadline is a context that ends at a point in time, or with another context, and has a timer only
+// once somebody waits for that: most appends find their state in memory and never do.
 type deadline struct {
 	context.Context // its values; it never ends
 	at              time.Time
+	until           context.Context // ends it too
 
 	once   sync.Once // guards the two below
 	timed  context.Context
@@ -24,14 +25,20 @@ var ended, end = context.WithCancel(context.Background())
 
 func init() { end() }
 
-// withDeadline returns a context with the values of parent, not its end, that ends after d.
-func withDeadline(parent context.Context, d time.Duration) *deadline {
-	return &deadline{Context: context.WithoutCancel(parent), at: time.Now().Add(d)}
+// withDeadline returns a context with the values of parent, not its end, that ends after d and when
+// until does.
+func withDeadline(parent, until context.Context, d time.Duration) *deadline {
+	return &deadline{Context: context.WithoutCancel(parent), until: until, at: time.Now().Add(d)}
 }
 
 func (d *deadline) start() context.Context {
 	d.once.Do(func() {
-		d.timed, d.cancel = context.WithDeadline(d.Context, d.at)
+		timed, cancel := context.WithDeadline(d.Context, d.at)
+		if d.until.Err() != nil {
+			cancel() // now, and not a moment later
+		}
+		forget := context.AfterFunc(d.until, cancel)
+		d.timed, d.cancel = timed, func() { forget(); cancel() }
 		d.begun.Store(true)
 	})
 	return d.timed
@@ -54,7 +61,7 @@ func (d *deadline) Done() <-chan struct{} { return d.start().Done() }
 func (d *deadline) AfterFunc(f func()) (stop func() bool) { return context.AfterFunc(d.start(), f) }
 
 func (d *deadline) Err() error {
-	if !d.begun.Load() && time.Now().Before(d.at) {
+	if !d.begun.Load() && time.Now().Before(d.at) && d.until.Err() == nil {
 		return nil
 	}
 	return d.start().Err()

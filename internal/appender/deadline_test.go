@@ -12,7 +12,7 @@ func TestADeadlineOutlivesItsParentAndEndsWhatIsMadeFromIt(t *testing.T) {
 	type key struct{}
 	parent, cancel := context.WithCancel(context.WithValue(t.Context(), key{}, "value"))
 	cancel()
-	early := withDeadline(parent, time.Hour)
+	early := withDeadline(parent, context.Background(), time.Hour)
 	if early.Err() != nil || early.Value(key{}) != "value" {
 		t.Errorf("expected the parent's value and not its end, found %v and %v", early.Value(key{}), early.Err())
 	}
@@ -27,7 +27,7 @@ func TestADeadlineOutlivesItsParentAndEndsWhatIsMadeFromIt(t *testing.T) {
 		t.Errorf("found %v and %v", child.Err(), early.Err())
 	}
 
-	unused := withDeadline(parent, time.Hour)
+	unused := withDeadline(parent, context.Background(), time.Hour)
 	unused.end()
 	<-unused.Done()
 	if !errors.Is(unused.Err(), context.Canceled) {
@@ -37,15 +37,35 @@ func TestADeadlineOutlivesItsParentAndEndsWhatIsMadeFromIt(t *testing.T) {
 
 func TestADeadlineThatPassesSaysSo(t *testing.T) {
 	t.Parallel()
-	past := withDeadline(t.Context(), -time.Second) // asked for its error alone
+	past := withDeadline(t.Context(), context.Background(), -time.Second) // asked for its error alone
 	if !errors.Is(past.Err(), context.DeadlineExceeded) {
 		t.Errorf("found %v", past.Err())
 	}
 	past.end()
-	soon := withDeadline(t.Context(), time.Millisecond)
+	soon := withDeadline(t.Context(), context.Background(), time.Millisecond)
 	defer soon.end()
 	<-soon.Done()
 	if !errors.Is(soon.Err(), context.DeadlineExceeded) {
 		t.Errorf("found %v", soon.Err())
+	}
+}
+
+func TestADeadlineEndsWithWhatItIsToldTo(t *testing.T) {
+	t.Parallel()
+	until, end := context.WithCancel(t.Context())
+	waited := withDeadline(t.Context(), until, time.Hour)
+	defer waited.end()
+	asked := withDeadline(t.Context(), until, time.Hour)
+	defer asked.end()
+	done := waited.Done()
+	if waited.Err() != nil || asked.Err() != nil {
+		t.Errorf("found %v and %v before the end", waited.Err(), asked.Err())
+	}
+	end()
+	<-done
+	for _, d := range []*deadline{waited, asked} { // asked: at once, though nobody waited for it
+		if !errors.Is(d.Err(), context.Canceled) {
+			t.Errorf("expected the end to be seen, found %v", d.Err())
+		}
 	}
 }

@@ -351,7 +351,7 @@ func TestPendingBytesAreBounded(t *testing.T) {
 func TestCloseWaitsForWork(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	p := w.start(t, appender.Config{})
+	p := w.start(t, appender.Config{StopGrace: journaltest.Deadline})
 	g, blocker := p.block(t, "s")
 	waiting := p.queue(t, to("s", note("waiting")))
 	hasty, cancel := context.WithCancel(journaltest.Context(t))

@@ -71,6 +71,13 @@ func (c Config) WithDefaults() Config {
 	return c
 }
 
+// Pursuit is how long a publish takes at the most, whatever becomes of it: its first try, the time for
+// which an outcome that is not known is pursued, and a try that begins when that time is nearly up.
+func (c Config) Pursuit() time.Duration {
+	c = c.WithDefaults()
+	return c.RetryBudget + 2*c.PublishTimeout
+}
+
 // Keys of the stream's metadata.
 const (
 	metaPartitions = "palimpsest.partitions"

@@ -1,7 +1,9 @@
 package main
 
 import (
+	"bytes"
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -23,8 +25,8 @@ const changesStored = "changes stored"
 // callers are the sessions, and the callers that work on them.
 type callers struct {
 	s        *suite
-	writes   []*harness.Client // one for each appender
-	reads    []*harness.Client // one for each projector
+	writes   []*harness.Client // to appenders
+	reads    []*harness.Client // to projectors
 	marks    atomic.Int64
 	stopping chan struct{} // closed when no caller begins anything new
 
@@ -41,34 +43,63 @@ type session struct {
 
 	mu       sync.Mutex // guards all below
 	ops      []op
-	acked    int64 // highest seq that was acknowledged, -1 for none
-	epoch    int64 // highest that was given out
+	acked    int64           // highest seq that was acknowledged, -1 for none
+	epoch    int64           // highest that was given out
+	views    map[view]string // what reads answered with, and which did
 	watchers []*watcher
 }
 
-// op is one call that should have changed the log, as its caller saw it.
+// op is one call that should have changed the log, or read its end, as its caller saw it.
 type op struct {
 	what     string
 	client   int
-	mark     string // of its first event, "" when the service made all of them
-	events   int64  // 0 when only the service knows
-	expected int64  // seq that was expected, -1 for none
-	call     int64  // nanoseconds since the start
+	mark     string                          // of its first event, "" when the service made all of them
+	sent     []json.RawMessage               // its events, as they were asked for; nil when the service made them
+	made     func(op, []harness.Event) error // what is wrong with those that the service made
+	events   int64                           // 0 when only the service knows
+	expected int64                           // seq that was expected, -1 for none
+	call     int64                           // nanoseconds since the start
 	end      int64
-	outcome  string // stored, refused or unknown
+	outcome  string // stored, refused or unknown; read for one that read
 	receipt  harness.Receipt
+	epoch    int64 // that was given out
 	actual   int64 // next seq as a conflict told it, -1 when none did
+}
+
+// view is what a read answered with: messages or nodes as of a seq.
+type view struct {
+	kind            string // messages or nodes
+	seq, generation int64
+	content         [sha256.Size]byte
+}
+
+// messagesView is a view of messages.
+func messagesView(seq int64, generation int, messages []json.RawMessage) view {
+	return view{"messages", seq, int64(generation), sha256.Sum256(harness.Array(messages))}
+}
+
+// nodesView is a view of the surface's nodes.
+func nodesView(seq int64, generation int, nodes []int64) view {
+	return view{"nodes", seq, int64(generation), sha256.Sum256(fmt.Append(nil, nodes))}
+}
+
+// saw keeps what a read answered with until it can be held against the log.
+func (s *session) saw(v view, what string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.views == nil {
+		s.views = map[view]string{}
+	}
+	s.views[v] = what
 }
 
 func newCallers(s *suite) *callers {
 	l := &callers{s: s, stopping: make(chan struct{})}
-	for _, name := range programNames {
-		c := harness.NewClient(s.stack.processes[name].http)
-		if name[0] == 'a' {
-			l.writes = append(l.writes, c)
-		} else {
-			l.reads = append(l.reads, c)
-		}
+	for _, base := range s.target.writes() {
+		l.writes = append(l.writes, harness.NewClient(base))
+	}
+	for _, base := range s.target.reads() {
+		l.reads = append(l.reads, harness.NewClient(base))
 	}
 	for i := range s.sessions {
 		l.sessions = append(l.sessions, &session{id: fmt.Sprintf("session %d", i), acked: -1, fenced: i%3 == 0})
@@ -131,9 +162,9 @@ func (l *callers) act(ctx context.Context, r *rand.Rand, client int) {
 	case n < 63:
 		l.turn(ctx, r, s, client)
 	case n < 68 && s.fenced:
-		l.derived(ctx, r, s, client, "writer", fmt.Sprintf(`{"writer":"w%d"}`, client))
+		l.takeWriter(ctx, r, s, client)
 	case n < 71:
-		l.derived(ctx, r, s, client, "repair", "")
+		l.derived(ctx, r, s, client, "repair", "", madeRepair)
 	case n < 75:
 		l.compact(ctx, r, s, client)
 	case n < 77 && len(all) < 2*l.s.sessions:
@@ -141,7 +172,7 @@ func (l *callers) act(ctx context.Context, r *rand.Rand, client int) {
 	case n < 90:
 		l.read(ctx, r, s, acked)
 	default:
-		l.fresh(ctx, r, s)
+		l.fresh(ctx, r, s, client)
 	}
 }
 
@@ -149,6 +180,7 @@ func (l *callers) act(ctx context.Context, r *rand.Rand, client int) {
 func (l *callers) turn(ctx context.Context, r *rand.Rand, s *session, client int) {
 	n := l.marks.Add(1)
 	o := op{what: "turn", client: client, events: 1, expected: -1, actual: -1, mark: fmt.Sprintf("m-%d", n)}
+	o.sent = []json.RawMessage{fmt.Appendf(nil, `{"type":"turn/start","data":{"turn":%d,"mark":%q}}`, n, o.mark)}
 	s.mu.Lock()
 	epoch := s.epoch
 	s.mu.Unlock()
@@ -156,7 +188,7 @@ func (l *callers) turn(ctx context.Context, r *rand.Rand, s *session, client int
 	if epoch > 0 {
 		options = append(options, harness.With("Palimpsest-Writer-Epoch", fmt.Sprint(epoch)))
 	}
-	l.change(ctx, r, s, o, harness.SessionPath(s.id, "/events"), fmt.Appendf(nil, `[{"type":"turn/start","data":{"turn":%d,"mark":%q}}]`, n, o.mark), options...)
+	l.change(ctx, r, s, o, harness.SessionPath(s.id, "/events"), harness.Array(o.sent), options...)
 }
 
 // event is an event with a mark, so that it can be found again.
@@ -170,14 +202,12 @@ func event(r *rand.Rand, mark string) string {
 // append appends 1 to 4 events.
 func (l *callers) append(ctx context.Context, r *rand.Rand, s *session, client int, what string, expected, epoch int64) {
 	o := op{what: what, client: client, events: 1 + r.Int64N(4), expected: expected, actual: -1, mark: fmt.Sprintf("m-%d", l.marks.Add(1))}
-	body := "["
 	for i := range o.events {
 		mark := o.mark
 		if i > 0 {
 			mark = fmt.Sprintf("%s-%d", o.mark, i)
-			body += ","
 		}
-		body += event(r, mark)
+		o.sent = append(o.sent, json.RawMessage(event(r, mark)))
 	}
 	var options []harness.Option
 	if expected >= 0 {
@@ -189,23 +219,74 @@ func (l *callers) append(ctx context.Context, r *rand.Rand, s *session, client i
 	if epoch > 0 {
 		options = append(options, harness.With("Palimpsest-Writer-Epoch", fmt.Sprint(epoch)))
 	}
-	l.change(ctx, r, s, o, harness.SessionPath(s.id, "/events"), []byte(body+"]"), options...)
+	l.change(ctx, r, s, o, harness.SessionPath(s.id, "/events"), harness.Array(o.sent), options...)
 }
 
 // derived asks for events that the service makes.
-func (l *callers) derived(ctx context.Context, r *rand.Rand, s *session, client int, what, body string) (op, []byte) {
-	o := op{what: what, client: client, expected: -1, actual: -1}
-	return l.change(ctx, r, s, o, harness.SessionPath(s.id, "/"+what), []byte(body))
+func (l *callers) derived(ctx context.Context, r *rand.Rand, s *session, client int, what, body string, made func(op, []harness.Event) error) {
+	o := op{what: what, client: client, expected: -1, actual: -1, made: made}
+	l.change(ctx, r, s, o, harness.SessionPath(s.id, "/"+what), []byte(body))
+}
+
+// types says whether events are of these types.
+func types(events []harness.Event, want ...string) error {
+	var got []string
+	for _, e := range events {
+		got = append(got, e.Type)
+	}
+	if !slices.Equal(got, want) {
+		return fmt.Errorf("events %v, want %v", got, want)
+	}
+	return nil
+}
+
+// madeRepair checks what a repair made: it ends the turn, behind a new epoch when there is a writer.
+func madeRepair(_ op, events []harness.Event) error {
+	if len(events) > 1 {
+		return types(events, "session/writer", "turn/end")
+	}
+	return types(events, "turn/end")
+}
+
+func (l *callers) takeWriter(ctx context.Context, r *rand.Rand, s *session, client int) {
+	name := fmt.Sprintf("w%d", client)
+	l.derived(ctx, r, s, client, "writer", fmt.Sprintf(`{"writer":%q}`, name), func(o op, events []harness.Event) error {
+		if err := types(events, "session/writer"); err != nil {
+			return err
+		}
+		var data struct {
+			Writer string
+			Epoch  int64
+		}
+		if err := json.Unmarshal(events[0].Data, &data); err != nil || data.Writer != name || data.Epoch != o.epoch {
+			return fmt.Errorf("%s, want writer %s of epoch %d", events[0].Data, name, o.epoch)
+		}
+		return nil
+	})
 }
 
 func (l *callers) compact(ctx context.Context, r *rand.Rand, s *session, client int) {
-	view, err := l.reads[r.IntN(len(l.reads))].Surface(ctx, s.id)
-	if err != nil || len(view.Nodes) < 3 {
+	surface, err := l.reads[r.IntN(len(l.reads))].Surface(ctx, s.id)
+	if err != nil {
 		return
 	}
-	from := r.IntN(len(view.Nodes) - 1)
-	to := min(from+1+r.IntN(5), len(view.Nodes)-1)
-	l.derived(ctx, r, s, client, "compact", fmt.Sprintf(`{"startSeq":%d,"endSeq":%d,"summary":"what was said"}`, view.Nodes[from].Seq, view.Nodes[to].Seq))
+	nodes := surface.Seqs()
+	s.saw(nodesView(surface.Seq, surface.ReplaceGeneration, nodes), "surface")
+	if len(nodes) < 3 {
+		return
+	}
+	from := r.IntN(len(nodes) - 1)
+	to := min(from+1+r.IntN(5), len(nodes)-1)
+	asked := harness.ReplaceOp{Start: nodes[from], End: nodes[to]}
+	l.derived(ctx, r, s, client, "compact", fmt.Sprintf(`{"startSeq":%d,"endSeq":%d,"summary":"what was said"}`, asked.Start, asked.End), func(_ op, events []harness.Event) error {
+		if err := types(events, "compaction/start", "compaction/summary", "user/message", "compaction/end"); err != nil {
+			return err
+		}
+		if got, ok := events[2].Replace(); !ok || got != asked || !bytes.Contains(events[2].Data, []byte("what was said")) {
+			return fmt.Errorf("%s, want one that replaces %+v", events[2].Line, asked)
+		}
+		return nil
+	})
 }
 
 func (l *callers) fork(ctx context.Context, r *rand.Rand, s *session, client int, acked int64) {
@@ -226,7 +307,7 @@ func (l *callers) fork(ctx context.Context, r *rand.Rand, s *session, client int
 }
 
 // change sends a call that changes the log and records what became of it.
-func (l *callers) change(ctx context.Context, r *rand.Rand, s *session, o op, path string, body []byte, options ...harness.Option) (op, []byte) {
+func (l *callers) change(ctx context.Context, r *rand.Rand, s *session, o op, path string, body []byte, options ...harness.Option) {
 	o.call = time.Since(l.s.started).Nanoseconds()
 	res := l.do(ctx, l.writes, r, o.what, http.MethodPost, path, body, options...)
 	o.end = time.Since(l.s.started).Nanoseconds()
@@ -259,7 +340,7 @@ func (l *callers) change(ctx context.Context, r *rand.Rand, s *session, o op, pa
 	case answer.Repaired != nil && !*answer.Repaired:
 		o.outcome = "refused" // nothing was open
 	default:
-		o.outcome, o.receipt = "stored", answer.Receipt
+		o.outcome, o.receipt, o.epoch = "stored", answer.Receipt, answer.Epoch
 		l.s.Add(changesStored, 1)
 		if o.receipt.Session != s.id || o.events > 0 && o.receipt.LastSeq-o.receipt.FirstSeq+1 != o.events || o.receipt.Commit == "" {
 			l.s.Finding("%s on %s: receipt %s", o.what, s.id, res.Body)
@@ -281,7 +362,6 @@ func (l *callers) change(ctx context.Context, r *rand.Rand, s *session, o op, pa
 	} else if o.actual > 0 {
 		s.acked = max(s.acked, o.actual-1) // somebody's, and there
 	}
-	return o, res.Body
 }
 
 // read waits for what was acknowledged: an answer must not be older.
@@ -298,19 +378,22 @@ func (l *callers) read(ctx context.Context, r *rand.Rand, s *session, acked int6
 	case json.Unmarshal(res.Body, &m) != nil || m.Seq < acked:
 		l.s.Finding("read of %s waited for %d and got %.100s", s.id, acked, res.Body)
 	default:
-		l.s.Add("check: read not older than it waited for", 1)
+		s.saw(messagesView(m.Seq, m.ReplaceGeneration, m.Messages), "read with minSeq")
+		l.s.Add(notOlder, 1)
 	}
 }
 
-// fresh reads the log's end: an answer must not be older than what was acknowledged before.
-func (l *callers) fresh(ctx context.Context, r *rand.Rand, s *session) {
+// fresh reads the log's end: an answer must not be older than what was acknowledged before, and fit
+// into one order with all other calls.
+func (l *callers) fresh(ctx context.Context, r *rand.Rand, s *session, client int) {
 	s.mu.Lock()
 	acked := s.acked
 	s.mu.Unlock()
 	if acked < 0 {
 		return
 	}
-	res := l.do(ctx, l.reads, r, "fresh read", http.MethodGet, harness.SessionPath(s.id, "/messages"), nil, harness.Query("fresh", "true"))
+	o := op{what: "fresh read", client: client, expected: -1, actual: -1, outcome: "read", call: time.Since(l.s.started).Nanoseconds()}
+	res := l.do(ctx, l.reads, r, o.what, http.MethodGet, harness.SessionPath(s.id, "/messages"), nil, harness.Query("fresh", "true"))
 	var m harness.Messages
 	switch {
 	case res.err != nil:
@@ -319,7 +402,13 @@ func (l *callers) fresh(ctx context.Context, r *rand.Rand, s *session) {
 	case json.Unmarshal(res.Body, &m) != nil || m.Seq < acked:
 		l.s.Finding("fresh read of %s, acknowledged up to %d, got %.100s", s.id, acked, res.Body)
 	default:
-		l.s.Add("check: fresh read not older than what was acknowledged", 1)
+		o.end = time.Since(l.s.started).Nanoseconds()
+		o.receipt.LastSeq = m.Seq
+		s.saw(messagesView(m.Seq, m.ReplaceGeneration, m.Messages), o.what)
+		s.mu.Lock()
+		s.ops = append(s.ops, o)
+		s.mu.Unlock()
+		l.s.Add(freshNotOlder, 1)
 	}
 }
 

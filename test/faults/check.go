@@ -33,7 +33,11 @@ func (s *suite) check(ctx context.Context) error {
 	s.say("all is projected %v after the load; verifying", time.Since(begun).Round(time.Millisecond))
 	vctx, cancel := context.WithTimeout(ctx, verifyTime)
 	defer cancel()
-	cmd := exec.CommandContext(vctx, s.stack.program("projector"), "verify", "--all", "--wait", "60s", "--nats", s.stack.direct(), "--replicas", "3", "--log-level", "warn")
+	url, err := s.target.nats(ctx)
+	if err != nil {
+		return err
+	}
+	cmd := exec.CommandContext(vctx, s.target.program("projector"), "verify", "--all", "--wait", "60s", "--nats", url, "--inbox-prefix", inboxPrefix, "--replicas", "3", "--log-level", "warn")
 	cmd.Env = load.Environment()
 	out, err := cmd.CombinedOutput()
 	text := strings.TrimSpace(string(out))
@@ -49,49 +53,89 @@ func (s *suite) check(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("reading the store: %w", err)
 	}
-	sessions := s.callers.all()
-	for _, one := range sessions {
-		if err := s.checkOne(ctx, one, logs, headers); err != nil {
+	served, err := s.target.served(ctx)
+	if err != nil {
+		return err
+	}
+	for _, one := range s.callers.all() {
+		if err := s.checkOne(ctx, one, served, logs, headers); err != nil {
 			s.Finding("%s: %v", one.id, err)
 		}
 	}
+	for _, what := range mustHappen {
+		if s.Get(what) == 0 {
+			s.Finding("not once: %s", what)
+		}
+	}
 	return ctx.Err()
+}
+
+// mustHappen are counts of which none may be zero: a run that did nothing has found nothing.
+var mustHappen = []string{
+	atTheirSeq, linearizable, headsEqual, viewsEqual, watchesWhole, notOlder, freshNotOlder,
+	"check: chain recomputed", "check: appenders know the log's end", "stored: append with key", "stored: append with expectedSeq",
+}
+
+// Counts of checks.
+const (
+	atTheirSeq    = "check: acknowledged events at their seq once, as they were sent"
+	linearizable  = "check: histories linearizable"
+	headsEqual    = "check: head equal to the fold"
+	viewsEqual    = "check: different answers under load equal to the fold as of their seq"
+	watchesWhole  = "check: watch without gap or repeat, and each delta right"
+	notOlder      = "check: read not older than it waited for"
+	freshNotOlder = "check: fresh read not older than what was acknowledged"
+)
+
+// inboxPrefix is what the permissions of deploy/nats let an operator listen to.
+const inboxPrefix = "_INBOX_operator"
+
+// connect connects to the servers.
+func (s *suite) connect(ctx context.Context) (*nats.Conn, jetstream.JetStream, error) {
+	url, err := s.target.nats(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	nc, err := nats.Connect(url, nats.MaxReconnects(-1), nats.CustomInboxPrefix(inboxPrefix))
+	if err != nil {
+		return nil, nil, err
+	}
+	js, err := jetstream.New(nc)
+	if err != nil {
+		nc.Close()
+	}
+	return nc, js, err
 }
 
 // inStep waits until every stream has a leader, and replicas on the other servers that are in step.
 func (s *suite) inStep(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, healTime)
 	defer cancel()
-	nc, err := nats.Connect(s.stack.direct(), nats.MaxReconnects(-1))
+	nc, js, err := s.connect(ctx)
 	if err != nil {
 		return err
 	}
 	defer nc.Close()
-	js, err := jetstream.New(nc)
-	if err != nil {
-		return err
-	}
 	for {
-		behind, n := errors.New("no answer"), int64(0)
 		one, stop := context.WithTimeout(ctx, 5*time.Second)
-		streams := js.ListStreams(one)
-		for info := range streams.Info() {
-			if n++; n == 1 {
-				behind = nil
-			}
+		streams, err := s.target.streams(one, js)
+		stop()
+		if err == nil && len(streams) == 0 {
+			err = errors.New("no streams")
+		}
+		for _, info := range streams {
 			if info.Cluster == nil || info.Cluster.Leader == "" || len(info.Cluster.Replicas) != len(serverNames)-1 ||
 				slices.ContainsFunc(info.Cluster.Replicas, func(r *jetstream.PeerInfo) bool { return !r.Current || r.Offline }) {
 				b, _ := json.Marshal(info.Cluster) // to be shown
-				behind = fmt.Errorf("%s: %s", info.Config.Name, b)
+				err = errors.Join(err, fmt.Errorf("%s: %s", info.Config.Name, b))
 			}
 		}
-		stop()
-		if behind == nil && streams.Err() == nil {
-			s.Add("check: streams whose replicas are in step", n)
+		if err == nil {
+			s.Add("check: streams whose replicas are in step", int64(len(streams)))
 			return nil
 		}
 		if !load.Wait(ctx, 500*time.Millisecond) {
-			return fmt.Errorf("replicas are not in step within %v: %w", healTime, errors.Join(behind, streams.Err()))
+			return fmt.Errorf("replicas are not in step within %v: %w", healTime, err)
 		}
 	}
 }
@@ -100,7 +144,11 @@ func (s *suite) inStep(ctx context.Context) error {
 func (s *suite) projected(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, healTime)
 	defer cancel()
-	for _, c := range s.callers.reads {
+	served, err := s.target.served(ctx)
+	if err != nil {
+		return err
+	}
+	for _, c := range served {
 		for {
 			a, err := c.Do(ctx, "GET", "/v1/status", nil)
 			var status struct {
@@ -125,15 +173,11 @@ func (s *suite) projected(ctx context.Context) error {
 
 // stored reads log and headers with the bare client, by session token.
 func (s *suite) stored(ctx context.Context) (logs map[string][]harness.Commit, headers map[string][]byte, err error) {
-	nc, err := nats.Connect(s.stack.direct())
+	nc, js, err := s.connect(ctx)
 	if err != nil {
 		return nil, nil, err
 	}
 	defer nc.Close()
-	js, err := jetstream.New(nc)
-	if err != nil {
-		return nil, nil, err
-	}
 	logs, headers = map[string][]harness.Commit{}, map[string][]byte{}
 	err = each(ctx, js, harness.Stream, func(m jetstream.Msg) error {
 		c := harness.Commit{MsgID: m.Headers().Get(jetstream.MsgIDHeader), Attribute: map[string]string{}, Body: m.Data()}
@@ -187,7 +231,7 @@ func each(ctx context.Context, js jetstream.JetStream, stream string, f func(jet
 }
 
 // checkOne checks one session.
-func (s *suite) checkOne(ctx context.Context, one *session, logs map[string][]harness.Commit, headers map[string][]byte) error {
+func (s *suite) checkOne(ctx context.Context, one *session, served []*harness.Client, logs map[string][]harness.Commit, headers map[string][]byte) error {
 	token := harness.Token(one.id)
 	commits := logs[token]
 	if len(commits) == 0 {
@@ -215,7 +259,7 @@ func (s *suite) checkOne(ctx context.Context, one *session, logs map[string][]ha
 		s.Add("check: fork holds its parent's events", 1)
 	}
 	var events []harness.Event
-	var commitOf []string
+	var commitOf []harness.Commit
 	ids := map[string]bool{}
 	for _, c := range commits {
 		if id := c.Attribute["id"]; ids[id] {
@@ -227,13 +271,16 @@ func (s *suite) checkOne(ctx context.Context, one *session, logs map[string][]ha
 			if err != nil {
 				return err
 			}
-			events, commitOf = append(events, e), append(commitOf, c.Attribute["id"])
+			events, commitOf = append(events, e), append(commitOf, c)
 		}
 	}
 	if err := s.checkHistory(one, events, commitOf, int64(own)); err != nil {
 		return err
 	}
-	return s.checkServed(ctx, one, events)
+	if err := s.checkViews(one, events); err != nil {
+		return err
+	}
+	return s.checkServed(ctx, one, served, events)
 }
 
 // markOf is the mark of an event, "" when it has none.
@@ -243,10 +290,34 @@ func markOf(e harness.Event) string {
 	return data.Mark
 }
 
-// checkHistory checks that each acknowledged event is in the log once, at its seq, in its commit;
-// that nothing is there that was refused or that nobody asked for; and that all calls together
+// asAsked says whether events are those that a call asked for.
+func (o op) asAsked(events []harness.Event) error {
+	if o.sent == nil {
+		if o.made == nil {
+			return nil
+		}
+		return o.made(o, events)
+	}
+	if len(events) != len(o.sent) {
+		return fmt.Errorf("%d events, want %d", len(events), len(o.sent))
+	}
+	for i, raw := range o.sent {
+		want, err := harness.ParseEvent(raw)
+		if err != nil {
+			return err
+		}
+		want.Seq, want.Time = events[i].Seq, events[i].Time // which the service gives
+		if !bytes.Equal(want.Canonical(), events[i].Line) {
+			return fmt.Errorf("%s, want %s", events[i].Line, want.Canonical())
+		}
+	}
+	return nil
+}
+
+// checkHistory checks that each acknowledged event is in the log once, at its seq, in its commit, as it
+// was sent; that nothing is there that was refused or that nobody asked for; and that all calls together
 // look as if each had happened at one moment between its beginning and its end.
-func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []string, own int64) error {
+func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []harness.Commit, own int64) error {
 	one.mu.Lock()
 	defer one.mu.Unlock()
 	at := map[string]int64{}
@@ -286,9 +357,12 @@ func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []st
 				return fmt.Errorf("%s was acknowledged at %d, its event %s is at %d (there: %v)", o.what, r.FirstSeq, o.mark, first, stored)
 			}
 			for seq := r.FirstSeq; seq <= r.LastSeq; seq++ {
-				if commitOf[seq] != r.Commit {
-					return fmt.Errorf("seq %d was acknowledged in commit %s, it is in %s", seq, r.Commit, commitOf[seq])
+				if c := commitOf[seq].Attribute; c["id"] != r.Commit || c["digest"] != r.Digest {
+					return fmt.Errorf("seq %d was acknowledged in commit %s with digest %s, it is in %s with %s", seq, r.Commit, r.Digest, c["id"], c["digest"])
 				}
+			}
+			if err := o.asAsked(events[r.FirstSeq : r.LastSeq+1]); err != nil {
+				return fmt.Errorf("%s was acknowledged at %d to %d, which hold %w", o.what, r.FirstSeq, r.LastSeq, err)
 			}
 			if o.expected >= 0 && r.FirstSeq != o.expected {
 				return fmt.Errorf("%s expected seq %d and got %d", o.what, o.expected, r.FirstSeq)
@@ -296,7 +370,7 @@ func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []st
 			if err := tell(o, r.FirstSeq, r.LastSeq); err != nil {
 				return err
 			}
-			s.Add("check: acknowledged events at their seq once", r.LastSeq-r.FirstSeq+1)
+			s.Add(atTheirSeq, r.LastSeq-r.FirstSeq+1)
 			h.Output = step{first: r.FirstSeq, events: r.LastSeq - r.FirstSeq + 1}
 		case "refused":
 			if stored {
@@ -306,6 +380,8 @@ func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []st
 				continue
 			}
 			h.Output = step{conflict: true, expected: o.expected, actual: o.actual}
+		case "read":
+			h.Output = step{read: true, first: o.receipt.LastSeq + 1}
 		default:
 			if o.mark == "" {
 				made = min(made, o.call)
@@ -313,6 +389,12 @@ func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []st
 			}
 			if !stored {
 				continue
+			}
+			if last := first + o.events - 1; last >= int64(len(events)) {
+				return fmt.Errorf("the %d events of %s begin at %d, and the log ends at %d", o.events, o.what, first, len(events)-1)
+			}
+			if err := o.asAsked(events[first : first+o.events]); err != nil {
+				return fmt.Errorf("%s is at %d and holds %w", o.what, first, err)
 			}
 			if err := tell(o, first, first+o.events-1); err != nil {
 				return err
@@ -338,10 +420,10 @@ func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []st
 	}
 	switch r := porcupine.CheckOperationsTimeout(register(own), history, 20*time.Second); r {
 	case porcupine.Ok:
-		s.Add("check: histories linearizable", 1)
+		s.Add(linearizable, 1)
 		s.Add("check: calls in them", int64(len(history)))
 	case porcupine.Unknown:
-		s.Add("check: histories too long to decide", 1)
+		return errors.New("whether its calls are linearizable could not be found out in 20 s; run for a shorter time")
 	default:
 		return errors.New("its calls are not linearizable")
 	}
@@ -351,34 +433,68 @@ func (s *suite) checkHistory(one *session, events []harness.Event, commitOf []st
 // step is what one call did to the length of a log, or saw of it.
 type step struct {
 	first, events    int64
-	conflict         bool
+	read, conflict   bool
 	expected, actual int64
 }
 
 // register is the model: a log is as long as it is. An append begins where the log ended, and a
-// conflict says that the log did not end where the caller expected, and how far it went at least.
+// conflict says that the log did not end where the caller expected, and how far it went at least. A read
+// of its end saw how long it was.
 func register(length int64) porcupine.Model {
 	return porcupine.Model{
 		Init: func() any { return length },
 		Step: func(state, _, output any) (bool, any) {
 			n, did := state.(int64), output.(step)
-			if did.conflict {
+			switch {
+			case did.conflict:
 				return n != did.expected && n >= did.actual, n
+			case did.read:
+				return n == did.first, n
 			}
 			return n == did.first, n + did.events
 		},
 	}
 }
 
+// checkViews compares what reads answered while there were faults with a fold as of the same seq.
+func (s *suite) checkViews(one *session, events []harness.Event) error {
+	one.mu.Lock()
+	defer one.mu.Unlock()
+	for v, what := range one.views {
+		if v.seq >= int64(len(events)) {
+			return fmt.Errorf("%s was answered as of seq %d, the log ends at %d", what, v.seq, len(events)-1)
+		}
+		want, err := harness.Fold(3, events[:v.seq+1])
+		if err != nil {
+			return err
+		}
+		as := messagesView(v.seq, want.Generation, want.Messages)
+		if v.kind == as.kind && v != as || v.kind != as.kind && v != nodesView(v.seq, want.Generation, want.Nodes) {
+			return fmt.Errorf("%s was answered with other %s than those of the log as of seq %d, or another generation: %d, want %d", what, v.kind, v.seq, v.generation, want.Generation)
+		}
+		s.Add(viewsEqual, 1)
+	}
+	return nil
+}
+
 // checkServed compares what each projector serves with a fold that shares no code with the
 // programs, and what watchers were told with the log.
-func (s *suite) checkServed(ctx context.Context, one *session, events []harness.Event) error {
+func (s *suite) checkServed(ctx context.Context, one *session, served []*harness.Client, events []harness.Event) error {
 	want, err := harness.Fold(3, events)
 	if err != nil {
 		return err
 	}
 	last := int64(len(events) - 1)
-	for _, c := range s.callers.reads {
+	for _, c := range s.callers.writes {
+		switch next, err := c.NextSeq(ctx, one.id); {
+		case err != nil:
+			return err
+		case next != last+1:
+			return fmt.Errorf("%s takes %d for the next seq, want %d", c.Base, next, last+1)
+		}
+		s.Add("check: appenders know the log's end", 1)
+	}
+	for _, c := range served {
 		got, err := c.Messages(ctx, one.id, harness.MinSeq(last))
 		if err != nil {
 			return err
@@ -393,12 +509,16 @@ func (s *suite) checkServed(ctx context.Context, one *session, events []harness.
 		if !slices.Equal(view.Seqs(), want.Nodes) {
 			return fmt.Errorf("nodes %v, want %v", view.Seqs(), want.Nodes)
 		}
-		s.Add("check: head equal to the fold", 1)
+		s.Add(headsEqual, 1)
 	}
-	var deltas []int64
+	shadowed := map[int64][]int64{}
+	for _, r := range want.Replacements {
+		shadowed[r.Seq] = r.ShadowedSeqs
+	}
+	var deltas []delta
 	for _, e := range events {
 		if e.SurfaceOp != nil {
-			deltas = append(deltas, e.Seq)
+			deltas = append(deltas, newDelta(e.Seq, shadowed[e.Seq]))
 		}
 	}
 	for _, w := range one.watchers {
@@ -410,7 +530,7 @@ func (s *suite) checkServed(ctx context.Context, one *session, events []harness.
 		if err != nil {
 			return err
 		}
-		s.Add("check: watch without gap or repeat", 1)
+		s.Add(watchesWhole, 1)
 		s.Add("check: deltas in them", int64(len(deltas)))
 	}
 	return nil

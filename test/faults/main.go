@@ -20,10 +20,12 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"path/filepath"
 	"slices"
 	"syscall"
 	"time"
 
+	"palimpsest/test/e2e/harness"
 	"palimpsest/test/load"
 )
 
@@ -46,6 +48,7 @@ type config struct {
 	plain    bool
 	upgrade  string
 	old      string
+	compose  bool
 	dry      bool
 }
 
@@ -59,13 +62,14 @@ func main() {
 	flag.BoolVar(&c.plain, "plain", false, "TCP proxies on loopback and no disks, as without root or Linux")
 	flag.StringVar(&c.upgrade, "upgrade", "", "instead of faults: version (programs of an earlier commit are replaced one by one, and come back) or fold (snapshots of another version of the fold are built and switched to, and back)")
 	flag.StringVar(&c.old, "old", "", "commit whose programs -upgrade version begins with; the latest tag, or ten commits ago, unless given")
+	flag.BoolVar(&c.compose, "compose", false, "instead of processes and a schedule: the containers of deploy/compose.yaml, parts of which are taken away one after the other; for as long as that takes")
 	flag.BoolVar(&c.dry, "schedule", false, "print the schedule and do nothing")
 	flag.Parse()
 	if flag.NArg() > 0 || c.sessions < 1 || c.workers < 1 || c.duration <= 0 || c.pause <= 0 || !slices.Contains([]string{"", toVersion, toFold}, c.upgrade) {
 		fmt.Fprintln(os.Stderr, "faults: expected no arguments, positive numbers and a way to upgrade that there is; -h shows what there is")
 		os.Exit(2)
 	}
-	if _, err := exec.LookPath("ip"); err == nil && !c.dry && !c.plain && !alone() {
+	if _, err := exec.LookPath("ip"); err == nil && !c.dry && !c.plain && !c.compose && !alone() {
 		if code, ok := isolate(append(os.Args[1:], fmt.Sprintf("-seed=%d", c.seed))); ok {
 			os.Exit(code)
 		}
@@ -84,11 +88,15 @@ func run(c config) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	s := &suite{config: c, started: time.Now(), Tally: new(load.Tally)}
-	err := s.run(ctx, plan)
-	if s.stack != nil {
-		err = errors.Join(err, s.stack.close(s.Tally))
+	do := func(ctx context.Context) error { return s.run(ctx, plan) }
+	if c.compose {
+		do = s.runCompose
 	}
-	if errors.Is(err, errNoHistory) {
+	err := do(ctx)
+	if s.stack != nil {
+		err = errors.Join(err, s.stack.close(s))
+	}
+	if errors.Is(err, errNoHistory) || errors.Is(err, errNoEngine) {
 		s.say("left out: %v", err)
 		return 0
 	}
@@ -98,6 +106,15 @@ func run(c config) int {
 	s.say("seed %d done", c.seed)
 	s.Print(os.Stdout)
 	if s.Found() > 0 {
+		if dir, err := s.keepLogs(); err == nil {
+			fmt.Println("what the programs said last:", dir)
+		} else {
+			fmt.Println("what the programs said last could not be kept:", err)
+		}
+		if c.compose {
+			fmt.Println("again: make e2e-compose")
+			return 1
+		}
 		how := fmt.Sprintf("-duration %v -plain=%v", c.duration, c.plain)
 		if c.upgrade != "" {
 			how += fmt.Sprintf(" -upgrade %s -old '%s'", c.upgrade, c.old)
@@ -112,9 +129,29 @@ func run(c config) int {
 type suite struct {
 	config
 	started time.Time
-	stack   *stack
+	target  target
+	stack   *stack // nil for containers
 	callers *callers
+	logs    map[string]string // what the programs said last, once they have ended
 	*load.Tally
+}
+
+// keepLogs writes what the programs said where somebody can look for the cause of a finding.
+func (s *suite) keepLogs() (dir string, err error) {
+	root, err := harness.RepoRoot()
+	if err != nil {
+		return "", err
+	}
+	dir = filepath.Join(root, "bin", "faults-logs", fmt.Sprintf("%d-%s", s.seed, s.started.Format("20060102-150405")))
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", err
+	}
+	for name, text := range s.logs {
+		if err := os.WriteFile(filepath.Join(dir, name+".log"), []byte(text), 0o600); err != nil {
+			return "", err
+		}
+	}
+	return dir, nil
 }
 
 // say prints a line of progress.
@@ -129,6 +166,7 @@ func (s *suite) run(ctx context.Context, plan []fault) error {
 	if s.stack, err = newStack(ctx, s.config, s.say); err != nil {
 		return err
 	}
+	s.target = s.stack
 	if err := s.stack.start(ctx); err != nil {
 		return err
 	}
@@ -137,8 +175,6 @@ func (s *suite) run(ctx context.Context, plan []fault) error {
 		what = "upgrade of the " + s.upgrade
 	}
 	s.say("three servers, %d appenders and %d projectors run; %d callers on %d sessions, %s", appenders, projectors, s.workers, s.sessions, what)
-	s.callers = newCallers(s)
-	stopLoad := s.callers.start(ctx)
 	do := func(ctx context.Context) error { return s.inflict(ctx, plan) }
 	switch s.upgrade {
 	case toVersion:
@@ -146,6 +182,13 @@ func (s *suite) run(ctx context.Context, plan []fault) error {
 	case toFold:
 		do = s.upgradeFold
 	}
+	return s.under(ctx, do)
+}
+
+// under has something done while clients work, and checks.
+func (s *suite) under(ctx context.Context, do func(context.Context) error) error {
+	s.callers = newCallers(s)
+	stopLoad := s.callers.start(ctx)
 	if err := do(ctx); err != nil {
 		s.Finding("%v", err)
 	}

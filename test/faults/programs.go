@@ -159,7 +159,7 @@ func (s *stack) lay(syncAlways bool) error {
 		}
 		s.clients[i], routes[i] = host+":"+port(free[i]), host+":"+port(free[3+i])
 		store := filepath.Join(s.dir, "store-"+name)
-		p := s.add(name, within, "natsd", "-no-gossip", "-name", name, "-host", host, "-port", port(s.clients[i]), "-cluster-port", port(routes[i]), "-store", store)
+		p := s.add(name, within, "natsd", "-verbose", "-no-gossip", "-name", name, "-host", host, "-port", port(s.clients[i]), "-cluster-port", port(routes[i]), "-store", store)
 		p.store = store
 		if syncAlways {
 			p.Line = append(p.Line, "-sync-always")
@@ -275,15 +275,17 @@ func (s *stack) leader(ctx context.Context) error {
 }
 
 // close ends all processes, programs before servers, and removes what was made.
-func (s *stack) close(t *load.Tally) error {
+func (s *stack) close(of *suite) error {
 	var errs []error
+	of.logs = map[string]string{}
 	for i := len(s.names) - 1; i >= 0; i-- {
 		p := s.processes[s.names[i]]
 		if !p.Launched() {
 			continue
 		}
 		errs = append(errs, p.Term())
-		p.CheckTroubles(t)
+		p.CheckTroubles(of.Tally)
+		of.logs[p.Name] = p.Stderr.String()
 	}
 	if s.net != nil {
 		s.net.close()

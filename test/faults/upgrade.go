@@ -14,7 +14,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
 	"palimpsest/test/e2e/harness"
@@ -236,15 +235,11 @@ func (s *suite) holders(ctx context.Context, all, none []string) error {
 // folds checks that all heads in each bucket say the one version of the fold that the bucket was
 // built by, and that no two buckets have the same.
 func (s *suite) folds(ctx context.Context, buckets ...string) error {
-	nc, err := nats.Connect(s.stack.direct())
+	nc, js, err := s.connect(ctx)
 	if err != nil {
 		return err
 	}
 	defer nc.Close()
-	js, err := jetstream.New(nc)
-	if err != nil {
-		return err
-	}
 	before := map[int]string{}
 	for _, bucket := range buckets {
 		folds := map[int]int64{}

@@ -3,8 +3,10 @@ package main
 import (
 	"bufio"
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/http"
+	"reflect"
 	"strconv"
 	"strings"
 	"sync"
@@ -20,9 +22,27 @@ type watcher struct {
 	stop context.CancelFunc
 	done chan struct{}
 
-	mu   sync.Mutex // guards the two below
-	seqs []int64    // of the deltas, in the order in which they came
-	last string     // id of the last event
+	mu     sync.Mutex // guards the two below
+	deltas []delta    // in the order in which they came
+	last   string     // id of the last event
+}
+
+// delta is one change of the surface, as a watch tells it.
+type delta struct {
+	Seq      int64
+	Op       string
+	Node     struct{ Seq int64 }
+	Shadowed []int64
+}
+
+// newDelta is the delta of an event that replaces nodes, or none.
+func newDelta(seq int64, shadowed []int64) delta {
+	d := delta{Seq: seq, Op: "append", Shadowed: shadowed}
+	if shadowed != nil {
+		d.Op = "replace"
+	}
+	d.Node.Seq = seq
+	return d
 }
 
 func (l *callers) watch(ctx context.Context, s *session, i int) {
@@ -64,7 +84,7 @@ func (w *watcher) follow(ctx context.Context, l *callers, path, base string) {
 	defer idle.Stop()
 	lines := bufio.NewScanner(res.Body)
 	lines.Buffer(nil, 16<<20)
-	kind, id := "", ""
+	kind, id, data := "", "", ""
 	for lines.Scan() {
 		idle.Reset(30 * time.Second)
 		name, value, _ := strings.Cut(lines.Text(), ":")
@@ -74,31 +94,33 @@ func (w *watcher) follow(ctx context.Context, l *callers, path, base string) {
 			kind = value
 		case name == "id":
 			id = value
+		case name == "data":
+			data = value
 		case lines.Text() == "":
 			if kind == "delta" {
-				seq, err := strconv.ParseInt(id, 10, 64)
-				if err != nil {
-					l.s.Finding("watch of %s: id %q", path, id)
+				var d delta
+				if err := json.Unmarshal([]byte(data), &d); err != nil || strconv.FormatInt(d.Seq, 10) != id {
+					l.s.Finding("watch of %s: id %q, data %q", path, id, data)
 					return
 				}
 				w.mu.Lock()
-				w.seqs, w.last = append(w.seqs, seq), id
+				w.deltas, w.last = append(w.deltas, d), id
 				w.mu.Unlock()
 			}
-			kind = ""
+			kind, data = "", ""
 		}
 	}
 }
 
-// reached waits until the last delta is that of a seq, and says what is wrong with all of them.
-func (w *watcher) reached(ctx context.Context, want []int64) error {
+// reached waits until as many deltas came as are wanted, and says what is wrong with them.
+func (w *watcher) reached(ctx context.Context, want []delta) error {
 	for {
 		w.mu.Lock()
-		n := len(w.seqs)
+		n := len(w.deltas)
 		for i := range min(n, len(want)) {
-			if w.seqs[i] != want[i] {
+			if !reflect.DeepEqual(w.deltas[i], want[i]) {
 				defer w.mu.Unlock()
-				return fmt.Errorf("delta %d of the watch is that of seq %d, want %d", i, w.seqs[i], want[i])
+				return fmt.Errorf("delta %d of the watch is %+v, want %+v", i, w.deltas[i], want[i])
 			}
 		}
 		w.mu.Unlock()

@@ -24,6 +24,7 @@ func main() {
 	// Servers tell each other and their clients where further servers are; with links that can be
 	// cut, only the links that were given may be used.
 	alone := flag.Bool("no-gossip", false, "use the given routes alone, and tell clients of no other server")
+	verbose := flag.Bool("verbose", false, "write warnings and notices to standard error, and not only errors")
 	store := flag.String("store", "", "directory of the store")
 	flag.Parse()
 	stop := make(chan os.Signal, 1)
@@ -41,7 +42,7 @@ func main() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	s.SetLoggerV2(errorLog{}, false, false, false)
+	s.SetLoggerV2(errorLog{*verbose}, false, false, false)
 	s.Start()
 	if !s.ReadyForConnections(30 * time.Second) {
 		log.Fatal("not ready for connections")
@@ -52,12 +53,18 @@ func main() {
 	s.WaitForShutdown()
 }
 
-// errorLog writes errors to standard error and nothing else.
-type errorLog struct{}
+// errorLog writes errors to standard error, and warnings and notices when it is to.
+type errorLog struct{ verbose bool }
 
 func (errorLog) Errorf(format string, v ...any) { log.Printf(format, v...) }
 func (errorLog) Fatalf(format string, v ...any) { log.Fatalf(format, v...) }
-func (errorLog) Warnf(string, ...any)           {}
-func (errorLog) Noticef(string, ...any)         {}
 func (errorLog) Debugf(string, ...any)          {}
 func (errorLog) Tracef(string, ...any)          {}
+
+func (l errorLog) Warnf(format string, v ...any) {
+	if l.verbose {
+		log.Printf(format, v...)
+	}
+}
+
+func (l errorLog) Noticef(format string, v ...any) { l.Warnf(format, v...) }
