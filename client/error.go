@@ -103,7 +103,8 @@ var (
 	ErrRuleViolation error = &Error{Code: "rule-violation"}
 	// ErrInvariant: an event breaks a lifecycle rule; Rule names it, Index the event.
 	ErrInvariant error = &Error{Code: "INVARIANT"}
-	// ErrSplitsToolPair: a compaction would separate a tool call from its result.
+	// ErrSplitsToolPair: a compaction would separate a tool call from its result, or from one that is
+	// still to come.
 	ErrSplitsToolPair error = &Error{Code: "splits-tool-pair"}
 	// ErrOpenTurn: a turn is open at the seq at which a fork was asked for.
 	ErrOpenTurn error = &Error{Code: "open-turn"}

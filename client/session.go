@@ -395,7 +395,8 @@ type Compaction struct {
 	// Extra are further members of the compaction/summary event, such as provider, model or
 	// usage. Defaults to none.
 	Extra map[string]any
-	// AllowSplit lets the range separate a tool call from its result. Defaults to false.
+	// AllowSplit lets the range separate a tool call from its result, or from one that is still to
+	// come. Defaults to false.
 	AllowSplit bool
 }
 

@@ -4,30 +4,19 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 
 	"palimpsest/bench/rig"
 	"palimpsest/internal/platform"
+	"palimpsest/internal/telemetry"
 )
 
 // telemetry measures the listed cases on two servers in turns, one of whose appenders has traces
 // and metrics.
-func (b *bench) telemetry(ctx context.Context) (err error) {
-	stop := func(f func(context.Context) error) {
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-		defer cancel()
-		err = errors.Join(err, f(ctx))
-	}
-	collector, err := rig.StartCollector(ctx)
-	if err != nil {
-		return err
-	}
-	defer func() { stop(collector.Stop) }()
-	tel, err := collector.Telemetry(ctx, "bench-appender")
-	if err != nil {
-		return err
-	}
-	defer func() { stop(tel.Stop) }()
+func (b *bench) telemetry(ctx context.Context) error {
+	return rig.WithTelemetry(ctx, "bench-appender", func(tel *telemetry.Telemetry) error { return b.overhead(ctx, tel) })
+}
+
+func (b *bench) overhead(ctx context.Context, tel *telemetry.Telemetry) (err error) {
 	b.say("making sessions")
 	without, err := newBed(ctx, platform.Durability(b.Durability), nil)
 	if err != nil {

@@ -4,29 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 
 	"palimpsest/bench/rig"
 	"palimpsest/internal/telemetry"
 )
 
 // telemetry projects a log whose commits are traced, in turns with traces and metrics and without.
-func (b *bench) telemetry(ctx context.Context) (err error) {
-	stop := func(f func(context.Context) error) {
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-		defer cancel()
-		err = errors.Join(err, f(ctx))
-	}
-	collector, err := rig.StartCollector(ctx)
-	if err != nil {
-		return err
-	}
-	defer func() { stop(collector.Stop) }()
-	tel, err := collector.Telemetry(ctx, "bench-projector")
-	if err != nil {
-		return err
-	}
-	defer func() { stop(tel.Stop) }()
+func (b *bench) telemetry(ctx context.Context) error {
+	return rig.WithTelemetry(ctx, "bench-projector", func(tel *telemetry.Telemetry) error { return b.overhead(ctx, tel) })
+}
+
+func (b *bench) overhead(ctx context.Context, tel *telemetry.Telemetry) (err error) {
 	r, err := newBed(ctx)
 	if err != nil {
 		return err

@@ -9,6 +9,7 @@ import (
 	"os"
 	"strings"
 	"sync/atomic"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -16,15 +17,36 @@ import (
 	"palimpsest/internal/telemetry"
 )
 
-// Collector takes traces and metrics over OTLP and forgets them.
-type Collector struct {
+// WithTelemetry calls f with what a program has that sends traces and metrics to a collector in this
+// process, and stops both.
+func WithTelemetry(ctx context.Context, service string, f func(*telemetry.Telemetry) error) (err error) {
+	stop := func(f func(context.Context) error) {
+		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		defer cancel()
+		err = errors.Join(err, f(ctx))
+	}
+	c, err := startCollector(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { stop(c.stop) }()
+	tel, err := c.telemetry(ctx, service)
+	if err != nil {
+		return err
+	}
+	defer func() { stop(tel.Stop) }()
+	return f(tel)
+}
+
+// collector takes traces and metrics over OTLP and forgets them.
+type collector struct {
 	web             *platform.HTTPServer
 	traces, metrics atomic.Int64 // bytes
 }
 
-// StartCollector starts one on a free port of this machine.
-func StartCollector(ctx context.Context) (*Collector, error) {
-	c := &Collector{}
+// startCollector starts one on a free port of this machine.
+func startCollector(ctx context.Context) (*collector, error) {
+	c := &collector{}
 	c.web = platform.Serve(platform.HTTPConfig{Listen: "127.0.0.1:0", Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		n, err := io.Copy(io.Discard, r.Body)
 		if err != nil {
@@ -41,9 +63,9 @@ func StartCollector(ctx context.Context) (*Collector, error) {
 	return c, c.web.Start(ctx)
 }
 
-// Telemetry is what a program has whose OTEL_EXPORTER_OTLP_ENDPOINT is the collector, with all else
+// telemetry is what a program has whose OTEL_EXPORTER_OTLP_ENDPOINT is the collector, with all else
 // as it is by default.
-func (c *Collector) Telemetry(ctx context.Context, service string) (*telemetry.Telemetry, error) {
+func (c *collector) telemetry(ctx context.Context, service string) (*telemetry.Telemetry, error) {
 	if err := errors.Join(os.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", c.web.URL()), os.Setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")); err != nil {
 		return nil, err
 	}
@@ -52,8 +74,8 @@ func (c *Collector) Telemetry(ctx context.Context, service string) (*telemetry.T
 	return telemetry.Start(ctx, telemetry.Config{Service: service, Gatherer: prometheus.NewRegistry()})
 }
 
-// Stop fails when no traces or no metrics came: then nothing was measured.
-func (c *Collector) Stop(ctx context.Context) error {
+// stop fails when no traces or no metrics came: then nothing was measured.
+func (c *collector) stop(ctx context.Context) error {
 	err := c.web.Stop(ctx)
 	if t, m := c.traces.Load(), c.metrics.Load(); err == nil && (t == 0 || m == 0) {
 		err = fmt.Errorf("the collector got %d bytes of traces and %d of metrics, expected some of both", t, m)

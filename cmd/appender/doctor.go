@@ -7,7 +7,6 @@ import (
 	"palimpsest/internal/audit"
 	"palimpsest/internal/doctor"
 	"palimpsest/internal/erasure"
-	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/platform"
 )
@@ -18,7 +17,7 @@ type doctorCmd struct {
 }
 
 func (c *doctorCmd) Run(ctx context.Context) error {
-	vocabulary, err := events.NewVocabulary(splitList(c.EventTypes)...)
+	vocabulary, err := c.vocabulary()
 	if err != nil {
 		return err
 	}

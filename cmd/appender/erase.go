@@ -8,6 +8,10 @@ import (
 	"os"
 	"os/user"
 	"strings"
+	"time"
+
+	"github.com/schollz/progressbar/v3"
+	"golang.org/x/term"
 
 	"palimpsest/internal/erasure"
 	"palimpsest/internal/platform"
@@ -19,7 +23,7 @@ type eraseCmd struct {
 	Reason    string `help:"Why. It is kept on record."`
 	By        string `help:"Who asks. It is kept on record. Default: the user that runs this."`
 	WithForks bool   `help:"Erase the sessions that were forked from it, too, and those forked from them."`
-	Finish    bool   `help:"Then move what all buckets hold into new files, so that nothing of what was erased is in the old ones."`
+	Finish    bool   `help:"Then move what all buckets hold into new files, so that nothing of what was erased is in the old ones. Refused while an erasure is not complete."`
 	JSON      bool   `name:"json" help:"Print the receipt as JSON."`
 }
 
@@ -58,7 +62,9 @@ func (c *eraseCmd) erase(ctx context.Context, s *store) error {
 		Moved   *int             `json:"moved,omitempty"` // keys that --finish moved
 	}
 	if c.Session != "" {
-		out.Receipt, err = e.Erase(ctx, erasure.Request{Session: c.Session, Reason: c.Reason, By: c.By, WithForks: c.WithForks})
+		var bar eraseBar
+		out.Receipt, err = e.Erase(ctx, erasure.Request{Session: c.Session, Reason: c.Reason, By: c.By, WithForks: c.WithForks, Progress: bar.progress})
+		bar.clear()
 		if err != nil {
 			return err
 		}
@@ -67,19 +73,47 @@ func (c *eraseCmd) erase(ctx context.Context, s *store) error {
 		}
 	}
 	if c.Finish {
-		moved, err := e.Finish(ctx)
-		if err != nil {
-			return err
-		}
-		out.Moved = &moved
-		if !c.JSON {
-			fmt.Printf("finished: %d keys moved to new files\n", moved)
+		var moved int
+		if moved, err = e.Finish(ctx); err == nil {
+			out.Moved = &moved
+			if !c.JSON {
+				fmt.Printf("finished: %d keys moved to new files\n", moved)
+			}
 		}
 	}
-	if c.JSON {
-		return json.NewEncoder(os.Stdout).Encode(out)
+	if c.JSON && (err == nil || out.Receipt != nil) { // a session that was erased is told of, whatever came then
+		err = errors.Join(err, json.NewEncoder(os.Stdout).Encode(out))
 	}
-	return nil
+	return err
+}
+
+// eraseBar shows how many messages of a session's log are overwritten, and how long the others will
+// take, when somebody looks at standard error.
+type eraseBar struct {
+	session string // that the bar is for
+	bar     *progressbar.ProgressBar
+}
+
+func (b *eraseBar) progress(session string, done, total int) {
+	if total < 2 || !term.IsTerminal(int(os.Stderr.Fd())) {
+		return
+	}
+	if b.session != session {
+		b.clear()
+		b.session = session
+		b.bar = progressbar.NewOptions(total,
+			progressbar.OptionSetWriter(os.Stderr), progressbar.OptionSetDescription("erasing "+session),
+			progressbar.OptionShowCount(), progressbar.OptionShowIts(), progressbar.OptionSetItsString("messages"),
+			progressbar.OptionSetPredictTime(true),
+			progressbar.OptionThrottle(100*time.Millisecond), progressbar.OptionClearOnFinish())
+	}
+	_ = b.bar.Set(done) // a terminal that is gone is no reason to stop
+}
+
+func (b *eraseBar) clear() {
+	if b.bar != nil {
+		_ = b.bar.Clear()
+	}
 }
 
 func printReceipt(r *erasure.Receipt) {

@@ -69,7 +69,9 @@ func (f storeFlags) withStored(ctx context.Context, do func(*store, []string) er
 		if err != nil {
 			return err
 		}
-		f.EventTypes = strings.Join(stored, ",")
+		builtIn := events.DefaultVocabulary().Types()
+		added := slices.DeleteFunc(slices.Clone(stored), func(t string) bool { return slices.Contains(builtIn, t) })
+		f.EventTypes = strings.Join(added, ",")
 		if err := f.bind(ctx, s); err != nil {
 			return err
 		}

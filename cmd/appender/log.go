@@ -3,8 +3,8 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
-	"strings"
 
 	"palimpsest/internal/appender"
 	"palimpsest/internal/events"
@@ -22,6 +22,15 @@ type storeFlags struct {
 	Replicas   int    `help:"Replicas of stream and buckets when they are created." default:"1"`
 	Partitions int    `help:"Partitions of the stream when it is created." default:"32"`
 	EventTypes string `help:"Log-only event types that the deployment adds to the vocabulary, with commas between them." placeholder:"TYPE,…" env:"PALIMPSEST_EVENT_TYPES"`
+}
+
+// vocabulary is the built-in types with those of the deployment.
+func (f storeFlags) vocabulary() (*events.Vocabulary, error) {
+	v, err := events.ParseVocabulary(f.EventTypes)
+	if err != nil {
+		return nil, &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--event-types: %w", err)}
+	}
+	return v, nil
 }
 
 // store is the open log with everything under it.
@@ -42,7 +51,7 @@ func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.G
 
 // openPatiently is open for a program that serves.
 func (f storeFlags) openPatiently(ctx context.Context, name, listen string, g *platform.Group, p platform.Patience) (*store, error) {
-	if _, err := events.NewVocabulary(splitList(f.EventTypes)...); err != nil { // before anything starts
+	if _, err := f.vocabulary(); err != nil { // before anything starts
 		return nil, err
 	}
 	s := new(store)
@@ -88,7 +97,7 @@ func (f storeFlags) log() journal.Config {
 
 // bind is the second half of open: the log and the buckets.
 func (f storeFlags) bind(ctx context.Context, s *store) error {
-	vocabulary, err := events.NewVocabulary(splitList(f.EventTypes)...)
+	vocabulary, err := f.vocabulary()
 	if err != nil {
 		return err
 	}
@@ -118,10 +127,6 @@ func (s *store) ready(ctx context.Context) error {
 	}
 	_, err := s.journal.Info(ctx)
 	return err
-}
-
-func splitList(s string) []string {
-	return strings.FieldsFunc(s, func(r rune) bool { return r == ',' || r == ' ' })
 }
 
 // disconnect closes the connections. What a connection could not send when the program ends is

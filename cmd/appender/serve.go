@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"os"
 	"time"
@@ -54,9 +53,10 @@ const restTime = 10 * time.Second
 const stopTime = 30 * time.Second
 
 func (c *serveCmd) Run(ctx context.Context) error {
-	if c.StartWait < 0 {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--start-wait: expected 0, for ever, or more, found %v", c.StartWait)}
+	if err := c.StartFlags.Check(); err != nil {
+		return err
 	}
+	c.Bound(&c.NATSFlags)
 	mode, err := lifecycle.ParseMode(c.Invariants)
 	if err != nil {
 		return err

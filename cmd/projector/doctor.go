@@ -3,12 +3,10 @@ package main
 import (
 	"context"
 	"os"
-	"strings"
 
 	"palimpsest/internal/audit"
 	"palimpsest/internal/doctor"
 	"palimpsest/internal/erasure"
-	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/platform"
 	"palimpsest/internal/projection"
@@ -20,7 +18,7 @@ type doctorCmd struct {
 }
 
 func (c *doctorCmd) Run(ctx context.Context) error {
-	vocabulary, err := events.NewVocabulary(strings.FieldsFunc(c.EventTypes, func(r rune) bool { return r == ',' || r == ' ' })...)
+	vocabulary, err := c.vocabulary()
 	if err != nil {
 		return err
 	}

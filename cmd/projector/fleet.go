@@ -22,6 +22,20 @@ type filterFlags struct {
 	Parent string `help:"Only the forks and sub-agents of this session."`
 }
 
+// check says what is wrong with the flags, and returns what --since says, in Unix milliseconds.
+func (f *filterFlags) check() (since int64, err error) {
+	if f.Since != "" {
+		since, err = projection.ParseSince(f.Since)
+	}
+	if err == nil && f.Parent != "" {
+		err = events.CheckSessionID(f.Parent)
+	}
+	if err != nil {
+		err = &platform.ExitError{Code: platform.ExitUsage, Err: err}
+	}
+	return since, err
+}
+
 func (f *filterFlags) query() url.Values {
 	q := url.Values{}
 	for name, v := range map[string]string{"state": f.State, "since": f.Since, "agent": f.Agent, "parent": f.Parent} {
@@ -40,14 +54,15 @@ type sessionsCmd struct {
 }
 
 func (c *sessionsCmd) Run(ctx context.Context) error {
-	if c.Limit < 0 {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--limit: expected 0 or more, found %d", c.Limit)}
+	if err := platform.NotBelow(0, map[string]int64{"limit": int64(c.Limit)}); err != nil {
+		return err
+	}
+	if _, err := c.check(); err != nil {
+		return err
 	}
 	return c.with(ctx, func(s *store) error {
 		q := c.query()
-		if !c.JSON {
-			fmt.Print(rowHead)
-		}
+		head := c.JSON // printed, or not wanted
 		for left := c.Limit; ; {
 			q.Set("limit", "1000")
 			if c.Limit > 0 {
@@ -63,6 +78,10 @@ func (c *sessionsCmd) Run(ctx context.Context) error {
 			}
 			if err := json.Unmarshal(b, &page); err != nil {
 				return err
+			}
+			if !head { // not above an error
+				fmt.Print(rowHead)
+				head = true
 			}
 			for _, line := range page.Sessions {
 				if c.JSON {
@@ -118,12 +137,9 @@ func (c *feedCmd) Run(ctx context.Context) error {
 	if c.From < 0 {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--from: expected a revision, 0 or more, found %d", c.From)}
 	}
-	var since int64
-	if c.Since != "" {
-		var err error
-		if since, err = projection.ParseSince(c.Since); err != nil {
-			return &platform.ExitError{Code: platform.ExitUsage, Err: err}
-		}
+	since, err := c.check()
+	if err != nil {
+		return err
 	}
 	return c.with(ctx, func(s *store) error {
 		filter := projection.FleetFilter{State: projection.SessionState(c.State), Since: since, Agent: c.Agent, Parent: c.Parent}

@@ -169,6 +169,9 @@ func (c *replayCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
 	}
+	if err := platform.NotBelow(0, map[string]time.Duration{"max-gap": c.MaxGap}); err != nil {
+		return err
+	}
 	if err := c.checkSubject(); err != nil {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
 	}

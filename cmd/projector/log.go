@@ -3,8 +3,8 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
-	"strings"
 	"time"
 
 	"palimpsest/internal/audit"
@@ -38,7 +38,11 @@ const (
 
 // vocabulary is the built-in types with those of the deployment.
 func (f *storeFlags) vocabulary() (*events.Vocabulary, error) {
-	return events.NewVocabulary(strings.FieldsFunc(f.EventTypes, func(r rune) bool { return r == ',' || r == ' ' })...)
+	v, err := events.ParseVocabulary(f.EventTypes)
+	if err != nil {
+		return nil, &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--event-types: %w", err)}
+	}
+	return v, nil
 }
 
 // open connects to NATS. What was opened is added to the group, to be stopped with it.

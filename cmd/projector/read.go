@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 
 	"palimpsest/internal/api"
 	"palimpsest/internal/events"
+	"palimpsest/internal/platform"
 	"palimpsest/internal/projection"
 )
 
@@ -209,8 +211,15 @@ type rangeFlags struct {
 	JSON    bool   `name:"json" help:"Print JSON for pipes."`
 }
 
+func (f *rangeFlags) check() error {
+	return platform.NotBelow(0, map[string]int64{"limit": int64(f.Limit)})
+}
+
 // pages reads a paged answer of the read API to its end, or to the limit.
 func (f *rangeFlags) pages(ctx context.Context, tail, list string, q url.Values, item func(json.RawMessage) error) error {
+	if err := f.check(); err != nil {
+		return err
+	}
 	return f.with(ctx, func(s *store) error {
 		left := f.Limit
 		q.Set("from", fmt.Sprint(f.From))
@@ -251,6 +260,9 @@ type transcriptCmd struct{ rangeFlags }
 
 func (c *transcriptCmd) Run(ctx context.Context) error {
 	if c.JSON {
+		if err := c.check(); err != nil {
+			return err
+		}
 		return c.with(ctx, func(s *store) error {
 			q := url.Values{"from": {fmt.Sprint(c.From)}}
 			if c.Limit > 0 {
@@ -322,16 +334,19 @@ type urlFlag struct {
 	api.TLSFlags
 }
 
-// call asks a running projector.
-func (f urlFlag) call(ctx context.Context, method, path string) ([]byte, error) {
-	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(f.URL, "/")+path, nil)
+// call asks a running projector; a body is JSON.
+func (f urlFlag) call(ctx context.Context, method, path string, body []byte) ([]byte, error) {
+	base, err := api.BaseURL(f.URL)
 	if err != nil {
 		return nil, err
 	}
-	return f.send(req)
-}
-
-func (f urlFlag) send(req *http.Request) ([]byte, error) {
+	req, err := http.NewRequestWithContext(ctx, method, base+path, bytes.NewReader(body))
+	if err != nil {
+		return nil, err
+	}
+	if body != nil {
+		req.Header.Set("Content-Type", "application/json")
+	}
 	if f.Token != "" {
 		req.Header.Set("Authorization", "Bearer "+f.Token)
 	}

@@ -41,9 +41,10 @@ type serveCmd struct {
 var errNoCatchUp = errors.New("--catch-up-bytes: expected more than 0, or a negative number for one consumer for each partition, found 0")
 
 func (c *serveCmd) Run(ctx context.Context) error {
-	if c.StartWait < 0 {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--start-wait: expected 0, for ever, or more, found %v", c.StartWait)}
+	if err := c.StartFlags.Check(); err != nil {
+		return err
 	}
+	c.Bound(&c.NATSFlags)
 	err := errors.Join(platform.AboveZero(map[string]int64{
 		"flush-events": int64(c.FlushEvents), "writes": int64(c.Writes), "cache-bytes": int64(c.CacheBytes), "unflushed-bytes": int64(c.UnflushedBytes),
 		"service-parallel": int64(c.ServiceParallel), "partitions": int64(c.Partitions), "replicas": int64(c.Replicas),

@@ -1,13 +1,10 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"net/http"
-	"net/url"
 	"os"
-	"strings"
 )
 
 type quarantineSkipCmd struct {
@@ -22,12 +19,7 @@ func (c *quarantineSkipCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, strings.TrimSuffix(c.URL, "/")+"/v1/sessions/"+url.PathEscape(c.Session)+"/skip", bytes.NewReader(body))
-	if err != nil {
-		return err
-	}
-	req.Header.Set("Content-Type", "application/json")
-	b, err := c.send(req)
+	b, err := c.call(ctx, http.MethodPost, sessionPath(c.Session, "/skip"), body)
 	if err != nil {
 		return err
 	}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"palimpsest/internal/api"
+	"palimpsest/internal/platform"
 	"palimpsest/internal/projection"
 )
 
@@ -24,8 +25,17 @@ type statusCmd struct {
 
 func (c *statusCmd) Run(ctx context.Context) error {
 	const path = "/v1/workers"
+	if c.URL == "" {
+		given := c.Given()
+		if c.Token != "" && c.Token != os.Getenv("PALIMPSEST_TOKEN") {
+			given = "--token"
+		}
+		if given != "" {
+			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("status: %s goes with --url, and without it the buckets are read over NATS; give --url, or --tls-ca and its like for NATS", given)}
+		}
+	}
 	if c.URL != "" {
-		b, err := urlFlag{c.URL, c.Token, c.TLSFlags}.call(ctx, http.MethodGet, path)
+		b, err := urlFlag{c.URL, c.Token, c.TLSFlags}.call(ctx, http.MethodGet, path, nil)
 		if err != nil {
 			return err
 		}

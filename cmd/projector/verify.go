@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
-	"net/url"
 	"os"
 	"slices"
 	"time"
@@ -22,14 +21,14 @@ type verifyCmd struct {
 	storeFlags
 	All      bool          `help:"Every session that has a header, a log or a head."`
 	LogOnly  bool          `help:"Leave heads and pages out."`
-	Wait     time.Duration `help:"How long the projection may take to reach the log's end." default:"10s"`
+	Wait     time.Duration `help:"How long the projection may take to reach the log's end; 0 for not at all." default:"10s"`
 	Workers  int           `help:"Sessions that are verified at a time, and with --all partitions of the log, at most." default:"8"`
 	Memory   int64         `name:"memory-bytes" help:"Memory for sessions that --all keeps at a time, in bytes, about. Where they do not fit, parts of the log are read several times." default:"134217728"`
 	JSON     bool          `name:"json" help:"Print the report as JSON."`
 	Trusted  []string      `name:"trusted-key" help:"Public key: compare what it signed with the logs." placeholder:"KEY"`
 	Kept     []string      `name:"attestations" help:"File of attestations that were kept, one a line, besides those of the store." placeholder:"FILE" type:"existingfile"`
-	IDs      bool          `name:"ids" help:"Take all arguments for session ids, those too that end as files do."`
-	Sessions []string      `arg:"" optional:"" name:"session" help:"Session ids; or session files and archives (*.jsonl, *.jsonl.zst, *.tar.zst), which are verified without a store."`
+	IDs      bool          `name:"ids" help:"Take all arguments for session ids, those too that end as files do or are directories here."`
+	Sessions []string      `arg:"" optional:"" name:"session" help:"Session ids; or session files and archives (*.jsonl, *.jsonl.zst, *.tar.zst), or directories with such, at any depth, which are verified without a store."`
 }
 
 // options are those of the auditor.
@@ -63,33 +62,26 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 	if c.All == (len(c.Sessions) > 0) {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: errors.New("verify: expected session ids or --all, and not both")}
 	}
-	if err := platform.AboveZero(map[string]int64{"workers": int64(c.Workers), "memory-bytes": c.Memory}); err != nil {
+	err := errors.Join(platform.AboveZero(map[string]int64{"workers": int64(c.Workers), "memory-bytes": c.Memory}), platform.NotBelow(0, map[string]time.Duration{"wait": c.Wait}))
+	if err != nil {
 		return err
 	}
+	c.Wait = max(c.Wait, 1) // 0 would mean the default
 	o, err := c.options()
 	if err != nil {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
 	}
-	files := 0
-	for _, name := range c.Sessions {
-		switch {
-		case c.IDs:
-		case audit.IsFile(name):
-			files++
-		case audit.NamesFile(name):
-			return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("verify: there is no file %s; if it is the id of a session, say --ids", name)}
-		}
-	}
-	if files > 0 && files < len(c.Sessions) {
-		return &platform.ExitError{Code: platform.ExitUsage, Err: errors.New("verify: expected files or session ids, and not both")}
+	files, err := c.files()
+	if err != nil {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("verify: %w", err)}
 	}
 	var bar verifyBar
 	o.Begin, o.Each = bar.begin, bar.each
 	var rep *audit.Report
-	if files > 0 {
+	if files != nil {
 		var v *events.Vocabulary
 		if v, err = c.vocabulary(); err == nil {
-			rep, err = audit.Files(ctx, c.Sessions, v, o)
+			rep, err = audit.Files(ctx, files, v, o)
 		}
 	} else {
 		err = c.with(ctx, func(s *store) (err error) {
@@ -106,6 +98,38 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 		return err
 	}
 	return c.print(rep)
+}
+
+// files are the session files and archives that the arguments name, in directories too; none when
+// they are session ids.
+func (c *verifyCmd) files() (files []string, err error) {
+	if c.IDs {
+		return nil, nil
+	}
+	ids := 0
+	for _, name := range c.Sessions {
+		switch st, err := os.Stat(name); {
+		case err == nil && st.IsDir():
+			in, err := audit.FilesIn(name)
+			if err != nil {
+				return nil, err
+			}
+			if in == nil {
+				return nil, fmt.Errorf("the directory %s has no session files and archives (*.jsonl, *.jsonl.zst, *.tar.zst); if it is the id of a session, say --ids", name)
+			}
+			files = append(files, in...)
+		case audit.IsFile(name):
+			files = append(files, name)
+		case audit.NamesFile(name):
+			return nil, fmt.Errorf("there is no file %s; if it is the id of a session, say --ids", name)
+		default:
+			ids++
+		}
+	}
+	if files != nil && ids > 0 {
+		return nil, errors.New("expected files or session ids, and not both")
+	}
+	return files, nil
 }
 
 // print writes the report; findings make the exit code 1.
@@ -149,7 +173,7 @@ type quarantineRetryCmd struct {
 }
 
 func (c *quarantineRetryCmd) Run(ctx context.Context) error {
-	b, err := c.call(ctx, http.MethodPost, "/v1/sessions/"+url.PathEscape(c.Session)+"/retry")
+	b, err := c.call(ctx, http.MethodPost, sessionPath(c.Session, "/retry"), nil)
 	if err != nil {
 		return err
 	}

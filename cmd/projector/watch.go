@@ -19,6 +19,11 @@ type watchCmd struct {
 }
 
 func (c *watchCmd) Run(ctx context.Context) error {
+	if c.From != nil {
+		if err := platform.NotBelow(int64(events.NoSeq), map[string]int64{"from": *c.From}); err != nil {
+			return err
+		}
+	}
 	return c.with(ctx, func(s *store) error {
 		r := s.reader()
 		from := events.NoSeq

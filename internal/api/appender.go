@@ -99,6 +99,9 @@ func overHTTP(op operation, cfg AppenderConfig) handler {
 			if in.contentType, err = contentType(given, op.types); err != nil {
 				return err
 			}
+			if err := plain(w, r); err != nil {
+				return err
+			}
 			if in.body, err = readBody(w, r, cfg.MaxBody, cfg.BodyTime); err != nil {
 				return err
 			}
@@ -154,6 +157,25 @@ func readBody(w http.ResponseWriter, r *http.Request, most int64, within time.Du
 		return nil, badRequest("request body: " + err.Error())
 	}
 	return b.Bytes(), nil
+}
+
+// plain refuses a body in an encoding: what it would unpack to has no bound.
+func plain(w http.ResponseWriter, r *http.Request) error {
+	given := r.Header.Values("Content-Encoding")
+	if err := identity(given...); err != nil {
+		w.Header().Set("Accept-Encoding", "identity") // what would be taken
+		return err
+	}
+	return nil
+}
+
+func identity(encodings ...string) error {
+	for _, given := range encodings {
+		if given != "" && !strings.EqualFold(given, "identity") {
+			return &events.Error{Code: events.CodeMediaType, Detail: fmt.Sprintf("Content-Encoding: expected none, or identity, found %q; send the body as it is", short(given))}
+		}
+	}
+	return nil
 }
 
 // contentType checks a Content-Type against those that an operation takes. None at all is JSON.

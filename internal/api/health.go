@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/url"
 	"os"
 	"strings"
 	"time"
@@ -20,6 +21,28 @@ type TLSFlags struct {
 	CAFile string `name:"ca-file" help:"PEM file with the authorities of the certificate that is served under --url. Default: the system's." placeholder:"FILE" env:"PALIMPSEST_CA_FILE"`
 	Cert   string `help:"PEM file with a client certificate, where the server wants one." placeholder:"FILE" env:"PALIMPSEST_CLIENT_CERT"`
 	Key    string `help:"PEM file with its key." placeholder:"FILE" env:"PALIMPSEST_CLIENT_KEY"`
+}
+
+// Given is the first of the flags that was given on the command line and not by the environment, "" for
+// none.
+func (f TLSFlags) Given() string {
+	for _, flag := range []struct{ name, value, env string }{
+		{"--ca-file", f.CAFile, "PALIMPSEST_CA_FILE"}, {"--cert", f.Cert, "PALIMPSEST_CLIENT_CERT"}, {"--key", f.Key, "PALIMPSEST_CLIENT_KEY"},
+	} {
+		if flag.value != "" && flag.value != os.Getenv(flag.env) {
+			return flag.name
+		}
+	}
+	return ""
+}
+
+// BaseURL checks the URL of a program's HTTP API as --url gives it, and returns it without a slash at its end.
+func BaseURL(text string) (string, error) {
+	u, err := url.Parse(text)
+	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.RawQuery != "" || u.Fragment != "" {
+		return "", &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--url: expected http://HOST:PORT or https://HOST:PORT, found %q", text)}
+	}
+	return strings.TrimSuffix(text, "/"), nil
 }
 
 // Transport returns the transport for requests. A file that cannot be used is a usage error.
@@ -61,7 +84,11 @@ type HealthFlags struct {
 }
 
 // Check asks the program at a base URL how it is. The error says what it answered.
-func (f HealthFlags) Check(ctx context.Context, url string) error {
+func (f HealthFlags) Check(ctx context.Context, base string) error {
+	base, err := BaseURL(base)
+	if err != nil {
+		return err
+	}
 	t, err := f.Transport()
 	if err != nil {
 		return err
@@ -73,18 +100,18 @@ func (f HealthFlags) Check(ctx context.Context, url string) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, f.Timeout)
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(url, "/")+path, nil)
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, base+path, nil)
 	if err != nil {
 		return err
 	}
 	resp, err := t.RoundTrip(req)
 	if err != nil {
-		return fmt.Errorf("%s did not answer: %w", url, err)
+		return fmt.Errorf("%s did not answer: %w", base, err)
 	}
 	defer resp.Body.Close()
 	b, _ := io.ReadAll(io.LimitReader(resp.Body, 4096)) // only to be shown
 	if resp.StatusCode != http.StatusOK {
-		return errors.New(strings.TrimSpace(fmt.Sprintf("%s%s answered %d: %s", url, path, resp.StatusCode, b)))
+		return errors.New(strings.TrimSpace(fmt.Sprintf("%s%s answered %d: %s", base, path, resp.StatusCode, b)))
 	}
 	return nil
 }

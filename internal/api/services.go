@@ -233,6 +233,9 @@ func (s *Services) answer(op operation, r micro.Request) (*output, error) {
 		if in.contentType, err = contentType(in.header("Content-Type"), op.types); err != nil {
 			return nil, err
 		}
+		if err := identity(in.header("Content-Encoding")); err != nil {
+			return nil, err
+		}
 	}
 	return op.do(s.ctx, in)
 }

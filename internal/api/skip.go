@@ -17,6 +17,9 @@ func (s *projectorAPI) skip(w http.ResponseWriter, r *http.Request, id string) e
 	if _, err := contentType(r.Header.Get("Content-Type"), []string{typeJSON}); err != nil {
 		return err
 	}
+	if err := plain(w, r); err != nil {
+		return err
+	}
 	body, err := readBody(w, r, maxSkipBody, s.cfg.BodyTime)
 	if err != nil {
 		return err

@@ -677,8 +677,7 @@ var errHeadUnknown = errors.New("appender: the head's commit is not in the log")
 // fold folds a commit that is in the log.
 func (s *actor) fold(ctx context.Context, c *events.Commit) error {
 	if c.First != s.state.Next {
-		return &events.Error{Code: events.CodeCorrupt, Session: s.id, Seq: &c.First,
-			Detail: fmt.Sprintf("stream sequence %d: expected a commit from seq %d on, found one from %d; run projector verify", c.StreamSeq, s.state.Next, c.First)}
+		return journal.NotNext(c, s.state.Next)
 	}
 	for refreshed := false; ; {
 		err := s.state.FoldCommit(c, s.a.log.Vocabulary(), nil)

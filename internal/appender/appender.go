@@ -242,6 +242,9 @@ func (a *Appender) Create(ctx context.Context, id string, header []byte) (h *eve
 }
 
 func (a *Appender) checkHeader(h *events.Header) error {
+	if h.ParentSession == h.ID {
+		return &events.Error{Code: events.CodeHeaderMalformed, Session: h.ID, Detail: "session header: parentSession: a session cannot be its own parent; name another one, or leave it out"}
+	}
 	if most := min(a.cfg.MaxHeader, a.log.MaxCommit()); len(h.Raw) > most {
 		return &events.Error{Code: events.CodeTooLarge, Session: h.ID, Detail: fmt.Sprintf("session header: expected at most %d bytes, found %d", most, len(h.Raw))}
 	}

@@ -17,7 +17,8 @@ import (
 	"palimpsest/internal/surface"
 )
 
-// AllowSplit is what a caller allows when a compaction may separate a tool call from its result.
+// AllowSplit is what a caller allows when a compaction may separate a tool call from its result, or from
+// one that is still to come.
 const AllowSplit = string(events.CodeSplitsToolPair)
 
 // CompactRequest asks for a range of the surface to be replaced by a summary.
@@ -157,7 +158,8 @@ func encodeEvents(list ...map[string]any) ([][]byte, error) {
 }
 
 // keepsPairs refuses a range that holds one half of a tool call and its result while the other
-// half stays on the surface.
+// half stays on the surface, or is still to come. A call is waited for while its step is open, and
+// while no assistant message came behind it; one that was left unanswered for good is in nobody's way.
 func (s *actor) keepsPairs(ctx context.Context, from, to int) error {
 	view, err := s.view(ctx)
 	if err != nil {
@@ -165,6 +167,7 @@ func (s *actor) keepsPairs(ctx context.Context, from, to int) error {
 	}
 	var list []provider.Message
 	var positions []int
+	newest := -1 // assistant message in list
 	for i := range view.Surface.Len() {
 		n := view.Surface.Node(i)
 		if n.Kind != events.KindAssistant && n.Kind != events.KindTool {
@@ -177,6 +180,9 @@ func (s *actor) keepsPairs(ctx context.Context, from, to int) error {
 		if m != nil {
 			list = append(list, provider.Message{Seq: n.Seq, Kind: n.Kind, JSON: m})
 			positions = append(positions, i)
+			if n.Kind == events.KindAssistant {
+				newest = len(list) - 1
+			}
 		}
 	}
 	inside := func(i int) bool { return positions[i] >= from && positions[i] <= to }
@@ -185,6 +191,16 @@ func (s *actor) keepsPairs(ctx context.Context, from, to int) error {
 			call, result := list[p.Call].Seq, list[p.Result].Seq
 			return &events.Error{Code: events.CodeSplitsToolPair, Session: s.id, Seq: &call,
 				Detail: fmt.Sprintf("the range would separate the tool call %q (node %d) from its result (node %d); take both in, leave both out, or allow %q", p.CallID, call, result, AllowSplit)}
+		}
+	}
+	waited := map[string]bool{}
+	for _, c := range s.state.Life.Snapshot().Calls {
+		waited[c.ID] = true
+	}
+	for _, u := range provider.Unpaired(view.Format, list) {
+		if u.Kind == provider.UnpairedCall && u.CallID != "" && inside(u.Index) && (u.Index == newest || waited[u.CallID]) {
+			return &events.Error{Code: events.CodeSplitsToolPair, Session: s.id, Seq: &u.Seq,
+				Detail: fmt.Sprintf("the tool call %q (node %d) has no result yet, and the range would take the call away from it; wait for it, leave the node out, or allow %q", u.CallID, u.Seq, AllowSplit)}
 		}
 	}
 	return nil

@@ -181,19 +181,20 @@ func (a *Appender) lines(ctx context.Context, session string, format events.Form
 		return nil
 	}
 	var after uint64
+	var first events.Seq // behind that
 	if from > 0 {
 		c, err := a.log.Locate(ctx, session, from)
 		if err != nil || c == nil {
 			return err
 		}
-		after = c.StreamSeq
+		after, first = c.StreamSeq, c.Last+1
 		if err := read(c); errors.Is(err, enough) {
 			return nil
 		} else if err != nil {
 			return err
 		}
 	}
-	if err := a.log.ReadToEnd(ctx, session, after, read); err != nil && !errors.Is(err, enough) {
+	if err := a.log.ReadOn(ctx, session, after, first, read); err != nil && !errors.Is(err, enough) {
 		return err
 	}
 	return nil

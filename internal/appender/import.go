@@ -213,7 +213,7 @@ func differences(stored, file []byte) string {
 func (a *Appender) storedLines(ctx context.Context, session string) iter.Seq2[[]byte, error] {
 	return func(yield func([]byte, error) bool) {
 		stop := errors.New("stop")
-		err := a.log.ReadToEnd(ctx, session, 0, func(c *events.Commit) error {
+		err := a.log.ReadOn(ctx, session, 0, 0, func(c *events.Commit) error {
 			for line := range c.Lines() {
 				if !yield(line, nil) {
 					return stop

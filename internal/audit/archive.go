@@ -129,7 +129,7 @@ func (w *ArchiveWriter) Add(ctx context.Context, id string) error {
 	cw := bufio.NewWriter(commits)
 	stop := errors.New("stop")
 	err = sessionfile.Write(lines, h, func(yield func([]byte, error) bool) {
-		err := w.a.log.ReadToEnd(ctx, id, 0, func(c *events.Commit) error {
+		err := w.a.log.ReadOn(ctx, id, 0, 0, func(c *events.Commit) error {
 			for line := range c.Lines() {
 				if !yield(line, nil) {
 					return stop

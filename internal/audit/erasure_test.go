@@ -2,12 +2,14 @@ package audit_test
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"errors"
 	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -19,7 +21,9 @@ import (
 	"palimpsest/internal/audit"
 	"palimpsest/internal/erasure"
 	"palimpsest/internal/events"
+	"palimpsest/internal/journal"
 	"palimpsest/internal/journal/journaltest"
+	"palimpsest/internal/snapshot"
 )
 
 // inFiles counts in which files of the store a text is, as it is or in compressed blocks.
@@ -214,5 +218,137 @@ func TestTombstoneOfADamagedLogTellsOfWhatIsGood(t *testing.T) {
 	}
 	if rep := w.all(audit.Options{Wait: 20 * time.Second}); !rep.OK() || len(rep.Erased) != 3 {
 		t.Errorf("erased %v, findings %v", rep.Erased, rep.Findings)
+	}
+}
+
+// Finishing moves nothing while something is left of a session that was erased, and names the session:
+// one whose erasure was cut off, one that has no more than its tombstone, one that a projector wrote
+// behind. What is left would be in the new files, and nobody would look again.
+func TestFinishRefusesWhileAnErasureIsNotComplete(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	for _, id := range []string{"cut-off", "buried", "written-behind", "whole", "bystander"} {
+		for range 3 {
+			w.append(id, user("a text of "+id))
+		}
+		w.projected(id)
+	}
+	w.stop()
+	e, err := erasure.New(ctx, w.log, w.headers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	erase := func(ctx context.Context, id string, progress func(string, int, int)) error {
+		_, err := e.Erase(ctx, erasure.Request{Session: id, Reason: "asked for", By: "ann", Progress: progress})
+		return err
+	}
+	var heard []int
+	if err := erase(ctx, "whole", func(_ string, done, total int) { heard = append(heard, done, total) }); err != nil || !slices.Equal(heard, []int{0, 3, 1, 3, 2, 3, 3, 3}) {
+		t.Fatalf("%v, progress %v", err, heard)
+	}
+	w.put(snapshot.HeadKey("whole"), "{}")
+	w.purge(snapshot.HeadKey("whole")) // as a projector does that sees the tombstone: a marker stays
+	cut, cancel := context.WithCancel(ctx)
+	defer cancel()
+	err = erase(cut, "cut-off", func(_ string, done, _ int) {
+		if done == 1 {
+			cancel()
+		}
+	})
+	if err == nil {
+		t.Fatal("an erasure that was cut off is no error")
+	}
+	last, err := w.log.LeaderLast(ctx, "buried")
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := (&events.Tombstone{V: 1, ID: "by-hand", Session: "buried", By: "ann", Reason: "asked for", Time: events.FormatTime(time.Now()),
+		LastSeq: last.Last, Digest: last.Digest.String(), Chain: last.Chain.String()}).Message()
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Subject = w.log.Subject("buried")
+	if _, err := w.js.PublishMsg(ctx, m); err != nil {
+		t.Fatal(err)
+	}
+	if err := erase(ctx, "written-behind", nil); err != nil {
+		t.Fatal(err)
+	}
+	w.put(snapshot.HeadKey("written-behind"), "{}")
+
+	end := func() uint64 {
+		s, err := w.js.Stream(ctx, "KV_"+snapshot.Bucket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s.CachedInfo().State.LastSeq
+	}
+	before := end()
+	moved, err := e.Finish(ctx)
+	if !errors.Is(err, &events.Error{Code: events.CodeSessionPending}) || moved != 0 || end() != before {
+		t.Fatalf("%v; %d keys moved, the bucket went from %d to %d", err, moved, before, end())
+	}
+	for text, want := range map[string]bool{
+		"cut-off: 2 messages of its log": true, "buried: 3 messages of its log, its header, no record": true, "written-behind: 1 keys": true, "appender erase": true,
+		"whole": false, "bystander": false,
+	} {
+		if strings.Contains(err.Error(), text) != want {
+			t.Errorf("%q in the error: %t, want %t: %v", text, !want, want, err)
+		}
+	}
+	for _, id := range []string{"cut-off", "buried", "written-behind"} {
+		if err := erase(ctx, id, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if moved, err := e.Finish(ctx); err != nil || moved == 0 {
+		t.Errorf("when all is erased: %v, %d keys moved", err, moved)
+	}
+	if rep := w.all(audit.Options{Wait: 20 * time.Second}); !rep.OK() || len(rep.Erased) != 4 {
+		t.Errorf("erased %v, findings %v", rep.Erased, rep.Findings)
+	}
+}
+
+// Sessions that are each other's children, by headers or by an index that a cut-off creation left, are
+// erased once each.
+func TestErasureOfForksEndsWhereParentsGoInACircle(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	for id, parent := range map[string]string{"a": "b", "b": "a", "c": "b"} {
+		if _, _, err := w.Create(ctx, id, []byte(`{"parentSession":"`+parent+`"}`)); err != nil {
+			t.Fatal(err)
+		}
+		w.append(id, user("x"))
+	}
+	kv, err := w.js.KeyValue(ctx, journal.HeadersBucket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, key := range []string{"children.a.c", "children.c.a"} {
+		if _, err := kv.Put(ctx, key, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	e, err := erasure.New(ctx, w.log, w.headers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := e.Erase(ctx, erasure.Request{Session: "a", Reason: "asked for", By: "ann", WithForks: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var erased []string
+	var walk func(*erasure.Receipt)
+	walk = func(r *erasure.Receipt) {
+		erased = append(erased, r.Session)
+		for _, f := range r.Forks {
+			walk(f)
+		}
+	}
+	walk(r)
+	if slices.Sort(erased); !slices.Equal(erased, []string{"a", "b", "c"}) {
+		t.Errorf("erased %v", erased)
 	}
 }

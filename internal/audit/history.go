@@ -32,7 +32,7 @@ func (a *Auditor) refold(ctx context.Context, id string, upTo events.Seq, f func
 		}
 		return nil
 	}
-	err = a.log.ReadToEnd(ctx, id, 0, func(c *events.Commit) error {
+	err = a.log.ReadOn(ctx, id, 0, 0, func(c *events.Commit) error {
 		each := func(p *session.Plan) {
 			if f != nil {
 				f(st, p, c)

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -34,6 +35,17 @@ func IsFile(name string) bool {
 // an id, too.
 func NamesFile(name string) bool {
 	return slices.ContainsFunc([]string{".jsonl", ".jsonl.zst", ArchiveExt}, func(ext string) bool { return strings.HasSuffix(name, ext) })
+}
+
+// FilesIn lists the session files and archives in a directory, at any depth, in the order of their names.
+func FilesIn(dir string) (files []string, err error) {
+	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && !d.IsDir() && NamesFile(path) {
+			files = append(files, path)
+		}
+		return err
+	})
+	return files, err
 }
 
 // Files verifies session files and archives, without a store. A session file has its rules and

@@ -67,6 +67,10 @@ type FleetUsage struct {
 type usageCounter struct {
 	u   *SessionUsage
 	own Usage // since the last end of an inherited part
+
+	// Where the log has a hole: the commit behind it, and the seq that should have come.
+	behind *events.Commit
+	next   events.Seq
 }
 
 func newUsageCounter(id string) *usageCounter {
@@ -135,7 +139,7 @@ func (a *Auditor) Usage(ctx context.Context, id string) (*SessionUsage, error) {
 		return nil, err
 	}
 	n := newUsageCounter(id)
-	err := a.log.ReadToEnd(ctx, id, 0, func(c *events.Commit) error { return n.take(c, a.log.Vocabulary()) })
+	err := a.log.ReadOn(ctx, id, 0, 0, func(c *events.Commit) error { return n.take(c, a.log.Vocabulary()) })
 	if err != nil {
 		return nil, err
 	}
@@ -179,6 +183,9 @@ func (a *Auditor) Fleet(ctx context.Context) (*FleetUsage, error) {
 				n = newUsageCounter(d.Session)
 				ns[d.Session] = n
 			}
+			if next := n.u.LastSeq + 1; d.Commit.First != next && n.behind == nil {
+				n.behind, n.next = d.Commit, next
+			}
 			return n.take(d.Commit, a.log.Vocabulary())
 		})
 		if err == nil && !complete {
@@ -186,6 +193,16 @@ func (a *Auditor) Fleet(ctx context.Context) (*FleetUsage, error) {
 		}
 		if err != nil {
 			return err
+		}
+		for id, n := range ns {
+			if n.behind == nil {
+				continue
+			}
+			err := a.log.Hole(ctx, n.behind, n.next)
+			if !errors.Is(err, events.ErrErased) {
+				return err
+			}
+			delete(ns, id)
 		}
 		mu.Lock()
 		defer mu.Unlock()

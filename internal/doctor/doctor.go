@@ -200,7 +200,7 @@ func (ex *exam) account(ctx context.Context) bool {
 	defer cancel()
 	info, err := ex.js.AccountInfo(ctx)
 	if err != nil {
-		ex.say("JetStream", Fail, ex.why(err), "turn JetStream on in the server (jetstream { store_dir: … }), and allow $JS.API.INFO")
+		ex.noJetStream(err)
 		return false
 	}
 	used, most := info.Store, info.Limits.MaxStore
@@ -216,6 +216,30 @@ func (ex *exam) account(ctx context.Context) bool {
 	return true
 }
 
+// noJetStream says why JetStream did not answer. A server that has it and is in a cluster without a
+// meta leader says so once it has run for a while, and nothing before.
+func (ex *exam) noJetStream(err error) {
+	const off = "turn JetStream on in the server (jetstream { store_dir: … })"
+	const leaderless = "the cluster has no meta leader: a majority of its servers is away, or they have just started; bring them back (docs/operations.md, lost quorum) and ask again"
+	found, refused := ex.why(err)
+	var api *jetstream.APIError
+	errors.As(err, &api)
+	switch {
+	case refused:
+		ex.say("JetStream", Fail, found, "allow the user $JS.API.INFO")
+	case errors.Is(err, jetstream.ErrJetStreamNotEnabledForAccount):
+		ex.say("JetStream", Fail, found, "turn JetStream on for the account of this user")
+	case errors.Is(err, jetstream.ErrJetStreamNotEnabled), errors.Is(err, nats.ErrNoResponders):
+		ex.say("JetStream", Fail, found, off)
+	case api != nil && api.Code == 503:
+		ex.say("JetStream", Fail, found, leaderless)
+	case ex.nc.ConnectedClusterName() != "":
+		ex.say("JetStream", Fail, fmt.Sprintf("%s, from cluster %q", found, ex.nc.ConnectedClusterName()), leaderless)
+	default:
+		ex.say("JetStream", Fail, found, off+", and see that it is not overloaded")
+	}
+}
+
 // stream reads a stream's state; nil when there is none that can be read.
 func (ex *exam) stream(ctx context.Context, check, name string) *jetstream.StreamInfo {
 	ctx, cancel := context.WithTimeout(ctx, ex.cfg.Timeout)
@@ -226,7 +250,8 @@ func (ex *exam) stream(ctx context.Context, check, name string) *jetstream.Strea
 		ex.say(check, Warn, "not there yet", "the first program that starts creates it; give --replicas 3 on a cluster")
 		return nil
 	case err != nil:
-		ex.say(check, Fail, ex.why(err), "see that a majority of the servers runs, and that the user may ask $JS.API.STREAM.INFO."+name)
+		found, _ := ex.why(err)
+		ex.say(check, Fail, found, "see that a majority of the servers runs, and that the user may ask $JS.API.STREAM.INFO."+name)
 		return nil
 	}
 	return s.CachedInfo()
@@ -349,7 +374,8 @@ func (ex *exam) serving(ctx context.Context) string {
 	defer cancel()
 	name, err := snapshot.Serving(ctx, ex.js)
 	if err != nil {
-		ex.say("generation", Fail, ex.why(err), "see that the user may read bucket "+snapshot.GenerationsBucket+"; where its value is damaged, restore it, or put back what `projector rebuild --list` has shown before")
+		found, _ := ex.why(err)
+		ex.say("generation", Fail, found, "see that the user may read bucket "+snapshot.GenerationsBucket+"; where its value is damaged, restore it, or put back what `projector rebuild --list` has shown before")
 		return snapshot.Bucket
 	}
 	ex.say("generation", OK, "snapshots are served from bucket "+name, "")
@@ -366,7 +392,8 @@ func (ex *exam) beside(ctx context.Context, name string) {
 		return
 	}
 	if err != nil {
-		ex.say(check, Fail, ex.why(err), "see that the user may ask $JS.API.STREAM.INFO."+name)
+		found, _ := ex.why(err)
+		ex.say(check, Fail, found, "see that the user may ask $JS.API.STREAM.INFO."+name)
 		return
 	}
 	info := s.CachedInfo()
@@ -400,7 +427,8 @@ func (ex *exam) permissions(ctx context.Context, serving string) {
 		}
 		if err != nil {
 			bad = true
-			ex.say("permissions", Fail, fmt.Sprintf("may not publish to %s: %s", subject, ex.why(err)), fmt.Sprintf("give the user the permissions in deploy/nats/%s.conf, and the program their --inbox-prefix", ex.cfg.Role))
+			found, _ := ex.why(err)
+			ex.say("permissions", Fail, fmt.Sprintf("may not publish to %s: %s", subject, found), fmt.Sprintf("give the user the permissions in deploy/nats/%s.conf, and the program their --inbox-prefix", ex.cfg.Role))
 		}
 	}
 	if !bad {
@@ -408,14 +436,14 @@ func (ex *exam) permissions(ctx context.Context, serving string) {
 	}
 }
 
-// why adds to an error what the server refused last.
-func (ex *exam) why(err error) string {
+// why is what the server refused last, where it did, and otherwise the error's text.
+func (ex *exam) why(err error) (text string, refused bool) {
 	ex.mu.Lock()
 	defer ex.mu.Unlock()
-	text := err.Error()
 	if n := len(ex.refused); n > 0 {
 		text = ex.refused[n-1]
 		ex.refused = nil
+		return text, true
 	}
-	return text
+	return err.Error(), false
 }

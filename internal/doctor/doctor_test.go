@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"log/slog"
+	"net/url"
 	"strings"
 	"testing"
 	"time"
@@ -229,5 +230,59 @@ func TestAMissingPermissionIsNamed(t *testing.T) {
 	}
 	if f := examine(t, dial("none"), config(t, doctor.Appender))["JetStream"]; len(f) != 1 || f[0].Status != doctor.Fail || !strings.Contains(strings.ToLower(f[0].Found), "permissions violation") {
 		t.Errorf("none: %+v", f)
+	}
+}
+
+// A cluster without a meta leader does not answer, or says that JetStream is away: turning it on is no
+// remedy for that, and bringing servers back is none for a server without it.
+func TestWithoutJetStreamTheRemedyFitsTheReason(t *testing.T) {
+	t.Parallel()
+	start := func(o *server.Options) *nats.Conn {
+		t.Helper()
+		o.Host, o.Port, o.NoSigs, o.NoLog, o.StoreDir = "127.0.0.1", server.RANDOM_PORT, true, true, t.TempDir()
+		ns, err := server.NewServer(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ns.Start()
+		t.Cleanup(func() {
+			ns.Shutdown()
+			ns.WaitForShutdown()
+		})
+		if !ns.ReadyForConnections(journaltest.Deadline) {
+			t.Fatal("the server does not accept connections")
+		}
+		nc, err := nats.Connect(ns.ClientURL())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(nc.Close)
+		return nc
+	}
+	away, err := url.Parse("nats://127.0.0.1:1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	said := start(&server.Options{})
+	sub, err := said.Subscribe("$JS.API.INFO", func(m *nats.Msg) { // as a server does that has run for a while
+		_ = m.Respond([]byte(`{"type":"io.nats.jetstream.api.v1.account_info_response","error":{"code":503,"err_code":10008,"description":"JetStream system temporarily unavailable"}}`))
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = sub.Unsubscribe() }()
+	for name, c := range map[string]struct {
+		nc   *nats.Conn
+		want string
+	}{
+		"no JetStream": {start(&server.Options{}), "turn JetStream on"},
+		"alone of a cluster": {start(&server.Options{JetStream: true, ServerName: "n1", Routes: []*url.URL{away},
+			Cluster: server.ClusterOpts{Name: "c", Host: "127.0.0.1", Port: server.RANDOM_PORT}}), "no meta leader"},
+		"said by a server": {said, "no meta leader"},
+	} {
+		f := examine(t, c.nc, config(t, doctor.Projector))["JetStream"]
+		if len(f) != 1 || f[0].Status != doctor.Fail || !strings.Contains(f[0].Fix, c.want) || strings.Count(f[0].Fix, "turn JetStream on")+strings.Count(f[0].Fix, "no meta leader") != 1 {
+			t.Errorf("%s: %+v, want a fix with %q", name, f, c.want)
+		}
 	}
 }

@@ -64,6 +64,8 @@ type Request struct {
 	By      string // who asks, not empty; it is kept
 	// WithForks erases the sessions that were forked from it, too, and those forked from them.
 	WithForks bool
+	// Progress, when set, hears how many of the messages of a session's log are overwritten.
+	Progress func(session string, done, total int)
 }
 
 // Receipt says what was erased, and what is left to do.
@@ -86,6 +88,12 @@ type Receipt struct {
 // done then, and the receipt has the reason of the first one. session-not-found says that there
 // is no such session.
 func (e *Eraser) Erase(ctx context.Context, r Request) (*Receipt, error) {
+	return e.erase(ctx, r, map[string]bool{})
+}
+
+// erase is Erase but for what was erased on the way to it: headers may name each other as parents.
+func (e *Eraser) erase(ctx context.Context, r Request, seen map[string]bool) (*Receipt, error) {
+	seen[r.Session] = true
 	if err := events.CheckSessionID(r.Session); err != nil {
 		return nil, err
 	}
@@ -122,15 +130,10 @@ func (e *Eraser) Erase(ctx context.Context, r Request) (*Receipt, error) {
 		return nil, err
 	}
 	out.Keys += n
-	if out.Messages, err = e.wipe(ctx, e.log.Config().Stream, e.log.Subject(r.Session), out.StreamSeq); err != nil {
+	if out.Messages, err = e.wipe(ctx, r, out.StreamSeq); err != nil {
 		return nil, err
 	}
-	token := events.Token(r.Session)
-	var subjects []string
-	for _, g := range generations {
-		subjects = append(subjects, "$KV."+g.Bucket+"."+token, "$KV."+g.Bucket+"."+token+".*", "$KV."+quarantineBucket+"."+g.Key(token))
-	}
-	for _, subject := range subjects {
+	for _, subject := range derived(r.Session, generations) {
 		n, err := e.purge(ctx, subject)
 		if err != nil {
 			return nil, err
@@ -141,7 +144,12 @@ func (e *Eraser) Erase(ctx context.Context, r Request) (*Receipt, error) {
 		return out, nil
 	}
 	for _, child := range children {
-		f, err := e.Erase(ctx, Request{child, r.Reason, r.By, true})
+		if seen[child] {
+			continue
+		}
+		fork := r
+		fork.Session = child
+		f, err := e.erase(ctx, fork, seen)
 		if err != nil {
 			return out, fmt.Errorf("fork %s: %w; the session itself is erased", child, err)
 		}
@@ -149,6 +157,18 @@ func (e *Eraser) Erase(ctx context.Context, r Request) (*Receipt, error) {
 	}
 	return out, nil
 }
+
+// derived returns the subjects on which buckets hold what projectors made of a session.
+func derived(session string, all []snapshot.Generation) (subjects []string) {
+	token := events.Token(session)
+	for _, g := range all {
+		subjects = append(subjects, "$KV."+g.Bucket+"."+token, "$KV."+g.Bucket+"."+token+".*", "$KV."+quarantineBucket+"."+g.Key(token))
+	}
+	return subjects
+}
+
+// bucketStream is the stream behind the bucket of a key's subject.
+func bucketStream(subject string) string { return "KV_" + strings.Split(subject, ".")[1] }
 
 // bury puts a tombstone behind a session's log, or finds the one that is there.
 func (e *Eraser) bury(ctx context.Context, r Request) (*events.Tombstone, uint64, error) {
@@ -269,17 +289,17 @@ func (e *Eraser) header(ctx context.Context, session string) (int, error) {
 	return n, nil
 }
 
-// wipe overwrites the messages of a subject before a stream sequence in the store's files.
-func (e *Eraser) wipe(ctx context.Context, stream, subject string, before uint64) (int, error) {
+// wipe overwrites the messages of a session's log before a stream sequence in the store's files,
+// one at a time: the server writes a whole file anew for each and does nothing else for the stream
+// meanwhile, so that several at once are no faster and leave less room for others.
+func (e *Eraser) wipe(ctx context.Context, r Request, before uint64) (int, error) {
+	stream := e.log.Config().Stream
 	s, err := e.js.Stream(ctx, stream)
-	if errors.Is(err, jetstream.ErrStreamNotFound) {
-		return 0, nil
-	}
 	if err != nil {
 		return 0, unavailable(err)
 	}
 	var seqs []uint64
-	err = e.log.Each(ctx, stream, subject, func(m jetstream.Msg) error {
+	err = e.log.Each(ctx, stream, e.log.Subject(r.Session), func(m jetstream.Msg) error {
 		meta, err := m.Metadata()
 		if err == nil && meta.Sequence.Stream < before {
 			seqs = append(seqs, meta.Sequence.Stream)
@@ -289,10 +309,16 @@ func (e *Eraser) wipe(ctx context.Context, stream, subject string, before uint64
 	if err != nil {
 		return 0, err
 	}
-	for _, seq := range seqs {
+	for i, seq := range seqs {
+		if r.Progress != nil {
+			r.Progress(r.Session, i, len(seqs))
+		}
 		if err := s.SecureDeleteMsg(ctx, seq); err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) && !errors.Is(err, jetstream.ErrMsgDeleteUnsuccessful) {
 			return 0, unavailable(err)
 		}
+	}
+	if r.Progress != nil {
+		r.Progress(r.Session, len(seqs), len(seqs))
 	}
 	return len(seqs), nil
 }
@@ -300,25 +326,151 @@ func (e *Eraser) wipe(ctx context.Context, stream, subject string, before uint64
 // purge removes what a bucket's stream holds on a subject. A bucket lets nobody delete a single
 // message, so the bytes stay in its files until Finish.
 func (e *Eraser) purge(ctx context.Context, subject string) (int, error) {
-	stream := "KV_" + strings.Split(subject, ".")[1]
-	s, err := e.js.Stream(ctx, stream)
-	if errors.Is(err, jetstream.ErrStreamNotFound) {
-		return 0, nil
-	}
-	if err != nil {
-		return 0, unavailable(err)
-	}
-	info, err := s.Info(ctx, jetstream.WithSubjectFilter(subject))
-	if err != nil {
-		return 0, unavailable(err)
-	}
-	if len(info.State.Subjects) == 0 {
-		return 0, nil
+	s, held, err := e.held(ctx, bucketStream(subject), subject)
+	if err != nil || len(held) == 0 {
+		return 0, err
 	}
 	if err := s.Purge(ctx, jetstream.WithPurgeSubject(subject)); err != nil {
 		return 0, unavailable(err)
 	}
-	return len(info.State.Subjects), nil
+	return len(held), nil
+}
+
+// held returns how many messages a stream has on each of the subjects that a filter matches: none
+// when there is no such stream.
+func (e *Eraser) held(ctx context.Context, stream, subject string) (jetstream.Stream, map[string]uint64, error) {
+	s, err := e.js.Stream(ctx, stream)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return nil, nil, nil
+	}
+	if err != nil {
+		return nil, nil, unavailable(err)
+	}
+	info, err := s.Info(ctx, jetstream.WithSubjectFilter(subject))
+	if err != nil {
+		return nil, nil, unavailable(err)
+	}
+	return s, info.State.Subjects, nil
+}
+
+// mostNamed is how many sessions an error names.
+const mostNamed = 10
+
+// complete says of which sessions that were erased something is left: their erasure was
+// interrupted, or a projector that was killed meanwhile wrote behind it.
+func (e *Eraser) complete(ctx context.Context, generations []snapshot.Generation) error {
+	ids, err := Sessions(ctx, e.log)
+	if err != nil {
+		return err
+	}
+	buried, err := e.log.Buried(ctx) // one that was interrupted early is not on record yet
+	if err != nil {
+		return err
+	}
+	recorded := map[string]bool{}
+	for _, id := range ids {
+		recorded[id] = true
+	}
+	for id := range buried {
+		if !recorded[id] {
+			ids = append(ids, id)
+		}
+	}
+	slices.Sort(ids)
+	var named []string
+	n := 0
+	for _, id := range ids {
+		left, err := e.left(ctx, id, buried[id], recorded[id], generations)
+		if err != nil {
+			return err
+		}
+		if left == nil {
+			continue
+		}
+		if n++; n <= mostNamed {
+			named = append(named, fmt.Sprintf("of session %s: %s", id, strings.Join(left, ", ")))
+		}
+	}
+	if n == 0 {
+		return nil
+	}
+	if n > mostNamed {
+		named = append(named, fmt.Sprintf("and something of %d more", n-mostNamed))
+	}
+	return &events.Error{Code: events.CodeSessionPending, Detail: fmt.Sprintf(
+		"expected complete erasures, found %d that left something: %s; run `appender erase SESSION --reason …` for each again (the first reason is kept), then finish", n, strings.Join(named, "; "))}
+}
+
+// left says what is left of a session that was erased. Where the log has nothing on its subject,
+// not even a tombstone, and no header is there, another store was erased, and there is nothing to do.
+func (e *Eraser) left(ctx context.Context, session string, buried, recorded bool, generations []snapshot.Generation) (left []string, err error) {
+	subject := e.log.Subject(session)
+	_, held, err := e.held(ctx, e.log.Config().Stream, subject)
+	if err != nil {
+		return nil, err
+	}
+	messages := held[subject]
+	if buried && messages > 0 {
+		messages--
+	}
+	_, err = e.headers.Get(ctx, session)
+	header := err == nil || errors.Is(err, &events.Error{Code: events.CodeCorrupt})
+	switch {
+	case header, errors.Is(err, events.ErrErased), errors.Is(err, events.ErrSessionNotFound):
+	default:
+		return nil, err
+	}
+	if messages > 0 {
+		left = append(left, fmt.Sprintf("%d messages of its log", messages))
+	}
+	if header {
+		left = append(left, "its header")
+	}
+	if !buried && left == nil {
+		return nil, nil
+	}
+	if errors.Is(err, events.ErrSessionNotFound) {
+		left = append(left, "no tombstone in its header's place")
+	}
+	if !recorded {
+		left = append(left, "no record of its erasure")
+	}
+	keys := 0
+	for _, subject := range derived(session, generations) {
+		n, err := e.live(ctx, subject)
+		if err != nil {
+			return nil, err
+		}
+		keys += n
+	}
+	if keys > 0 {
+		left = append(left, fmt.Sprintf("%d keys of its snapshot", keys))
+	}
+	return left, nil
+}
+
+// live counts the keys of a bucket on a subject that are not marked as deleted.
+func (e *Eraser) live(ctx context.Context, subject string) (n int, err error) {
+	stream := bucketStream(subject)
+	_, held, err := e.held(ctx, stream, subject)
+	if err != nil || len(held) == 0 {
+		return 0, err
+	}
+	bucket := strings.TrimPrefix(stream, "KV_")
+	kv, err := e.js.KeyValue(ctx, bucket)
+	if err != nil {
+		return 0, unavailable(err)
+	}
+	for subject := range held {
+		_, err := kv.Get(ctx, strings.TrimPrefix(subject, "$KV."+bucket+"."))
+		switch {
+		case err == nil:
+			n++
+		case !errors.Is(err, jetstream.ErrKeyNotFound):
+			return 0, unavailable(err)
+		}
+	}
+	return n, nil
 }
 
 // fillerKey is a key that no session's token is.
@@ -329,10 +481,14 @@ const fillerBytes = 24 << 20
 
 // Finish moves what the buckets hold into new files, so that the old ones, in which older
 // versions of keys lie, are removed by the server. Readers and projectors go on meanwhile. It
-// returns how many keys were moved.
+// returns how many keys were moved. While something is left of a session that was erased it moves
+// nothing, and the error, session-pending, names the session: what is left would be moved too.
 func (e *Eraser) Finish(ctx context.Context) (moved int, err error) {
 	generations, err := snapshot.All(ctx, e.js)
 	if err != nil {
+		return 0, err
+	}
+	if err := e.complete(ctx, generations); err != nil {
 		return 0, err
 	}
 	for _, bucket := range buckets(generations) {

@@ -99,6 +99,20 @@ func NewVocabulary(add ...string) (*Vocabulary, error) {
 	return v, nil
 }
 
+// ParseVocabulary returns the vocabulary of a deployment that adds the log-only types of a list, with
+// commas or spaces between them. A type that is built in is an error: whoever adds it takes it for
+// another one.
+func ParseVocabulary(list string) (*Vocabulary, error) {
+	add := strings.FieldsFunc(list, func(r rune) bool { return r == ',' || r == ' ' })
+	builtIn := DefaultVocabulary()
+	for _, name := range add {
+		if builtIn.Missing([]string{name}) == nil {
+			return nil, fmt.Errorf("event type %q is built in; expected types of your own, so leave it out", name)
+		}
+	}
+	return NewVocabulary(add...)
+}
+
 // DefaultVocabulary holds the built-in types alone.
 func DefaultVocabulary() *Vocabulary {
 	v, err := NewVocabulary()

@@ -294,6 +294,33 @@ func (j *Journal) ReadToEnd(ctx context.Context, session string, after uint64, f
 	return j.LeaderTail(ctx, session, last, f)
 }
 
+// ReadOn is ReadToEnd for one who knows which seq comes next, and to whom a log with a hole must not
+// look like a whole one: a commit that begins with another seq ends it with the error of NotNext. With
+// NoSeq the first commit may begin with any.
+func (j *Journal) ReadOn(ctx context.Context, session string, after uint64, next events.Seq, f func(*events.Commit) error) error {
+	return j.ReadToEnd(ctx, session, after, func(c *events.Commit) error {
+		if next != events.NoSeq && c.First != next {
+			return j.Hole(ctx, c, next)
+		}
+		next = c.Last + 1
+		return f(c)
+	})
+}
+
+// NotNext is the error of a commit that does not begin with the seq that comes next in its session.
+func NotNext(c *events.Commit, next events.Seq) *events.Error {
+	return &events.Error{Code: events.CodeCorrupt, Rule: events.RuleSeqNotContiguous, Session: c.Session, Seq: &c.First, ExpectedSeq: &next, ActualSeq: &c.First,
+		Detail: fmt.Sprintf("stream sequence %d: expected a commit from seq %d on, found one from %d: messages of the log are missing, or were written around the appender; `projector verify` says more, and from seq %d on it can be read", c.StreamSeq, next, c.First, c.First)}
+}
+
+// Hole is NotNext, unless the session is being erased: then its messages go one by one.
+func (j *Journal) Hole(ctx context.Context, c *events.Commit, next events.Seq) error {
+	if _, err := j.LeaderLast(ctx, c.Session); errors.Is(err, events.ErrErased) {
+		return err
+	}
+	return NotNext(c, next)
+}
+
 // LeaderTail calls f for the session's commits behind a stream sequence, one read each from
 // the stream's leader. It is for the last few. It ends where the log ended when it was called:
 // it does not run after a writer that is faster.
@@ -337,11 +364,12 @@ func (j *Journal) CatchUp(ctx context.Context, session string, after uint64, nex
 	}
 }
 
-// Locate returns the commit that holds an event, nil when the log has no such seq. It
-// bisects over the first seqs of the session's commits; there is no index to keep.
+// Locate returns the commit that holds an event, nil when the log ends before that seq, or for NoSeq. It
+// bisects over the first seqs of the session's commits; there is no index to keep. A seq that the
+// log lacks before its end is the error of NotNext.
 func (j *Journal) Locate(ctx context.Context, session string, seq events.Seq) (*events.Commit, error) {
 	last, err := j.LeaderLast(ctx, session)
-	if err != nil || last == nil || seq > last.Last {
+	if err != nil || last == nil || seq < 0 || seq > last.Last {
 		return nil, err
 	}
 	if seq >= last.First {
@@ -349,6 +377,7 @@ func (j *Journal) Locate(ctx context.Context, session string, seq events.Seq) (*
 	}
 	// lo..hi are the stream sequences at which the wanted commit may lie.
 	lo, hi := uint64(1), last.StreamSeq-1
+	next, behind := events.Seq(0), last // the seq that comes next before lo, the commit behind hi
 	for lo <= hi {
 		mid := lo + (hi-lo)/2
 		c, err := j.leaderNext(ctx, session, mid)
@@ -356,14 +385,14 @@ func (j *Journal) Locate(ctx context.Context, session string, seq events.Seq) (*
 		case err != nil:
 			return nil, err
 		case c.First > seq: // at or behind mid is too late
-			hi = mid - 1
+			hi, behind = mid-1, c
 		case c.Last < seq:
-			lo = c.StreamSeq + 1
+			lo, next = c.StreamSeq+1, c.Last+1
 		default:
 			return c, nil
 		}
 	}
-	return nil, nil
+	return nil, j.Hole(ctx, behind, next)
 }
 
 // CommitID returns the Nats-Msg-Id of the message at a stream sequence, as the stream's leader has

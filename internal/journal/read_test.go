@@ -77,7 +77,7 @@ func TestLocateIsALinearScan(t *testing.T) {
 	}
 }
 
-// TestLocateInAHole: a log that lacks seqs has no commit for them, and is no endless search.
+// TestLocateInAHole: that a log lacks seqs is an error, and neither its end nor an endless search.
 func TestLocateInAHole(t *testing.T) {
 	t.Parallel()
 	s := journaltest.Start(t)
@@ -88,9 +88,9 @@ func TestLocateInAHole(t *testing.T) {
 	b := w.Commit("b", 2, 60) // 5, 6
 	c := w.Commit("c", 2, 60) // 7, 8
 	store(t, j, 0, a, b, c)
-	for seq, want := range map[events.Seq]string{0: "a", 1: "a", 2: "", 4: "", 5: "b", 6: "b", 7: "c", 9: ""} {
+	for seq, want := range map[events.Seq]string{0: "a", 1: "a", 2: "", 4: "", 5: "b", 6: "b", 7: "c", 9: "", events.NoSeq: ""} {
 		got, err := j.Locate(journaltest.Context(t), "s", seq)
-		if err != nil || got == nil && want != "" || got != nil && got.ID != want {
+		if in := seq >= 2 && seq < 5; in != errors.Is(err, &events.Error{Code: events.CodeCorrupt, Rule: events.RuleSeqNotContiguous}) || !in && err != nil || got == nil && want != "" || got != nil && got.ID != want {
 			t.Errorf("seq %d: %+v, %v, want %q", seq, got, err, want)
 		}
 	}

@@ -42,6 +42,22 @@ func (j *Journal) Each(ctx context.Context, stream, subject string, f func(jetst
 		func(m jetstream.Msg, _ *jetstream.MsgMetadata) (bool, error) { return false, f(m) })
 }
 
+// Buried returns the sessions whose log ends in a tombstone.
+func (j *Journal) Buried(ctx context.Context) (map[string]bool, error) {
+	out := map[string]bool{}
+	err := j.each(ctx, j.cfg.Stream, jetstream.OrderedConsumerConfig{
+		FilterSubjects: []string{j.cfg.Prefix + ".>"}, DeliverPolicy: jetstream.DeliverLastPerSubjectPolicy, HeadersOnly: true, InactiveThreshold: 30 * time.Second,
+	}, func(m jetstream.Msg, _ *jetstream.MsgMetadata) (bool, error) {
+		if events.IsTombstone(m.Headers()) {
+			if id, err := j.SessionOfSubject(m.Subject()); err == nil {
+				out[id] = true
+			}
+		}
+		return false, nil
+	})
+	return out, err
+}
+
 // each reads a stream until f says that it is done, or nothing is pending. A message that does
 // not come within the time of a read ends it with an error: who reads tries again.
 func (j *Journal) each(ctx context.Context, stream string, cfg jetstream.OrderedConsumerConfig, f func(jetstream.Msg, *jetstream.MsgMetadata) (done bool, err error)) error {

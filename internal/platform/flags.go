@@ -1,6 +1,9 @@
 package platform
 
-import "time"
+import (
+	"fmt"
+	"time"
+)
 
 // NATSFlags are the flags that say how to reach NATS, for programs whose command line is read
 // by reflection (the tags are kong's).
@@ -13,7 +16,7 @@ type NATSFlags struct {
 	TLSCert     string        `name:"tls-cert" help:"PEM file with the client's certificate." placeholder:"FILE"`
 	TLSKey      string        `name:"tls-key" help:"PEM file with the client's key." placeholder:"FILE"`
 	InboxPrefix string        `help:"Beginning of the subjects on which answers come; permissions may ask for one of its own for each role." placeholder:"SUBJECT" env:"PALIMPSEST_NATS_INBOX_PREFIX"`
-	ConnectWait time.Duration `help:"How long to try to connect at start." default:"10s"`
+	ConnectWait time.Duration `help:"How long to try to connect at start; a program that serves tries again for as long as --start-wait, and no longer." default:"10s"`
 }
 
 // Config returns the connection that the flags describe.
@@ -27,6 +30,21 @@ func (f NATSFlags) Config(name string) ConnConfig {
 // StartFlags are the flags of how long a program that serves waits for what is away when it starts.
 type StartFlags struct {
 	StartWait time.Duration `help:"How long a start waits for NATS, for leaders of stream and buckets, and for servers to create them on, before it ends with an error; /readyz and the log say what is missing. 0: for ever." default:"0s" env:"PALIMPSEST_START_WAIT"`
+}
+
+// Check says what is wrong with the flags.
+func (f StartFlags) Check() error {
+	if f.StartWait < 0 {
+		return &ExitError{Code: ExitUsage, Err: fmt.Errorf("--start-wait: expected 0, for ever, or more, found %v", f.StartWait)}
+	}
+	return nil
+}
+
+// Bound has one try to connect end when the start has waited for long enough, should that be earlier.
+func (f StartFlags) Bound(n *NATSFlags) {
+	if f.StartWait > 0 && (n.ConnectWait == 0 || n.ConnectWait > f.StartWait) {
+		n.ConnectWait = f.StartWait
+	}
 }
 
 // LogFlags are the flags of logging.

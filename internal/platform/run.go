@@ -52,6 +52,17 @@ func AboveZero[T int64 | time.Duration](flags map[string]T) error {
 	return nil
 }
 
+// NotBelow is a usage error that names the first flag whose value is below what it may be, nil when
+// none is.
+func NotBelow[T int64 | time.Duration](least T, flags map[string]T) error {
+	for _, name := range slices.Sorted(maps.Keys(flags)) {
+		if v := flags[name]; v < least {
+			return &ExitError{Code: ExitUsage, Err: fmt.Errorf("--%s: expected %v or more, found %v", name, least, v)}
+		}
+	}
+	return nil
+}
+
 // Main runs a program and returns its exit code.
 //
 // The first SIGTERM or SIGINT cancels run's context with cause ErrStopping: time to drain and return. An error

@@ -32,7 +32,7 @@ func (r *Reader) surfaceAt(ctx context.Context, session string, seq events.Seq) 
 	if at == nil {
 		return nil, 0, notThere(session, seq)
 	}
-	err = r.log.ReadToEnd(ctx, session, 0, func(c *events.Commit) error {
+	err = r.log.ReadOn(ctx, session, 0, 0, func(c *events.Commit) error {
 		err := deltasOf(ctx, r.log, s, c, events.NoSeq, seq, nil)
 		if err == nil && c.StreamSeq >= at.StreamSeq {
 			err = errReached
@@ -145,7 +145,7 @@ func (r *Reader) onlyAppended(ctx context.Context, snap *snapshot.Snapshot, at *
 		return false, nil
 	}
 	errReplaced := errors.New("replaced")
-	err := r.log.ReadToEnd(ctx, snap.ID, at.StreamSeq-1, func(c *events.Commit) error {
+	err := r.log.ReadOn(ctx, snap.ID, at.StreamSeq-1, at.First, func(c *events.Commit) error {
 		if c.First > snap.Last() {
 			return errReached
 		}

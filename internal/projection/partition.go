@@ -607,7 +607,9 @@ func (p *partition) heal(ctx context.Context, e *entry, upTo uint64) error {
 
 // notNext is the error of a commit that does not follow what was folded.
 func notNext(c *events.Commit, next events.Seq) error {
-	return &commitError{c.StreamSeq, events.Violation(events.RuleSeqNotContiguous, c.First, fmt.Sprintf("stream sequence %d: expected a commit from seq %d on, found one from %d", c.StreamSeq, next, c.First))}
+	e := journal.NotNext(c, next)
+	e.Code = events.CodeSeqConflict // as when the fold finds it within a commit
+	return &commitError{c.StreamSeq, e}
 }
 
 // atMessage gives the error of a message that is no commit its place.

@@ -163,23 +163,20 @@ func notProjected(session string, want, have events.Seq) error {
 
 // freshen folds what the log's leader holds now behind a full snapshot.
 func (r *Reader) freshen(ctx context.Context, snap *snapshot.Snapshot) error {
-	return r.readToNow(ctx, snap.ID, snap.StreamSeq, func(c *events.Commit) error {
-		if c.First != snap.Next {
-			return &events.Error{Code: events.CodeCorrupt, Session: snap.ID, Seq: &c.First, Detail: fmt.Sprintf("stream sequence %d: expected a commit from seq %d on, found one from %d", c.StreamSeq, snap.Next, c.First)}
-		}
+	return r.readToNow(ctx, snap.ID, snap.StreamSeq, snap.Next, func(c *events.Commit) error {
 		return known(ctx, r.log, func(v *events.Vocabulary) error { return snap.Fold(c, v, nil) })
 	})
 }
 
 // readToNow calls f for the session's commits behind a stream sequence, up to where its log ends
-// when it is called.
-func (r *Reader) readToNow(ctx context.Context, session string, after uint64, f func(*events.Commit) error) error {
+// when it is called. next is as in Journal.ReadOn.
+func (r *Reader) readToNow(ctx context.Context, session string, after uint64, next events.Seq, f func(*events.Commit) error) error {
 	end, err := endOf(ctx, r.log, session)
 	if err != nil || end <= after {
 		return err
 	}
 	stop := errors.New("stop")
-	err = r.log.ReadToEnd(ctx, session, after, func(c *events.Commit) error {
+	err = r.log.ReadOn(ctx, session, after, next, func(c *events.Commit) error {
 		if c.StreamSeq <= end {
 			if err := f(c); err != nil {
 				return err
@@ -263,7 +260,9 @@ type Range struct {
 }
 
 // Events calls f for the events of a range, in order. next is the seq at which to go on when
-// the limit ended it, NoSeq when the range was read to its end.
+// the limit ended it, NoSeq when the range was read to its end. A log with a hole in the range is the
+// error of journal.NotNext; with a limit, what lies before the hole is given first, and the error
+// comes when reading goes on from there.
 func (r *Reader) Events(ctx context.Context, session string, rg Range, f func(*events.Event, *events.Commit) error) (next events.Seq, err error) {
 	if err := events.CheckSessionID(session); err != nil {
 		return events.NoSeq, err
@@ -304,19 +303,27 @@ func (r *Reader) Events(ctx context.Context, session string, rg Range, f func(*e
 				return err
 			}
 		}
+		if c.Last >= rg.To {
+			return stop
+		}
 		return nil
 	}
 	err = read(first)
 	if err == nil {
-		err = r.log.ReadToEnd(ctx, session, first.StreamSeq, read)
+		err = r.log.ReadOn(ctx, session, first.StreamSeq, first.Last+1, read)
 	}
-	if errors.Is(err, stop) {
+	var bad *events.Error
+	switch {
+	case errors.Is(err, stop):
 		err = nil
+	case errors.As(err, &bad) && bad.Rule == events.RuleSeqNotContiguous && bad.ExpectedSeq != nil && given > 0 && (rg.Limit > 0 || rg.MaxBytes > 0):
+		next, err = *bad.ExpectedSeq, nil
 	}
 	return next, err
 }
 
-// Export writes the session's file: its header and its stored lines.
+// Export writes the session's file: its header and its stored lines. It ends with an error at a hole
+// in the log.
 func (r *Reader) Export(ctx context.Context, session string, w io.Writer) error {
 	if err := events.CheckSessionID(session); err != nil {
 		return err
@@ -327,7 +334,7 @@ func (r *Reader) Export(ctx context.Context, session string, w io.Writer) error 
 	}
 	return sessionfile.Write(w, h, func(yield func([]byte, error) bool) {
 		stop := errors.New("stop")
-		err := r.readToNow(ctx, session, 0, func(c *events.Commit) error {
+		err := r.readToNow(ctx, session, 0, 0, func(c *events.Commit) error {
 			for line := range c.Lines() {
 				if !yield(line, nil) {
 					return stop

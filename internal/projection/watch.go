@@ -137,7 +137,7 @@ func (w *Watch) history(ctx context.Context) (out []Delta, err error) {
 	upTo := w.h.seq
 	w.h.mu.Unlock()
 	last := w.from
-	err = w.h.hs.r.log.ReadToEnd(ctx, w.h.session, w.after, func(c *events.Commit) error {
+	err = w.h.hs.r.log.ReadOn(ctx, w.h.session, w.after, events.NoSeq, func(c *events.Commit) error {
 		err := deltasOf(ctx, w.h.hs.r.log, w.past, c, w.from, upTo, func(d Delta) {
 			out = append(out, d)
 			last = d.Seq
@@ -322,7 +322,7 @@ func (h *hub) take(m *deltaMessage) bool {
 
 // heal reads what the log holds now behind what the hub has.
 func (h *hub) heal(ctx context.Context) error {
-	err := h.hs.r.readToNow(ctx, h.session, h.streamSeq, func(c *events.Commit) error {
+	err := h.hs.r.readToNow(ctx, h.session, h.streamSeq, events.NoSeq, func(c *events.Commit) error {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		err := deltasOf(ctx, h.hs.r.log, h.surface, c, h.seq, events.MaxSeq, func(d Delta) {

@@ -184,9 +184,8 @@ type Flush struct {
 // for granted that it will be: when writing fails the snapshot must be loaded again. An error
 // names an event whose data, read here for the first time, breaks a rule.
 func (s *Snapshot) Flush() (*Flush, error) {
-	// Room for the tail and a few kilobytes of all else, so that it need not be copied as it grows.
 	places := make([]span, 0, s.Surface.Len()-s.tailAt)
-	f, err := s.values(make([]byte, 0, int(s.tailSize)+128*(s.Surface.Len()-s.tailAt)+2048), &places)
+	f, err := s.values(nil, &places)
 	if err != nil {
 		return nil, err
 	}
@@ -216,19 +215,23 @@ func (s *Snapshot) Shed() (pages []KV, unreferenced []string, err error) {
 
 // Expect returns what the bucket must hold for the present state, for a snapshot that was
 // folded from the log's start and never flushed. It changes nothing. The head may be written
-// into room, which is not overwritten; nil: it gets memory of its own.
+// into room, which is not overwritten; where that is too small, it gets memory of its own.
 func (s *Snapshot) Expect(room []byte) (*Flush, error) { return s.values(room[len(room):], nil) }
 
 // span is where a message stands in a value; end is 0 for none.
 type span struct{ from, end int }
 
-// values are what is to be written. The head is appended to room; places, when given, gets where the
-// messages of the tail are in it.
+// values are what is to be written. The head is appended to room, where that is large enough; places,
+// when given, gets where the messages of the tail are in it.
 func (s *Snapshot) values(room []byte, places *[]span) (*Flush, error) {
 	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped}
 	var err error
 	if f.Pages, err = s.unwrittenPages(); err != nil {
 		return nil, err
+	}
+	// Room for the tail and a few kilobytes of all else, so that it need not be copied as it grows.
+	if n := int(s.tailSize) + 128*(s.Surface.Len()-s.tailAt) + 2048; cap(room)-len(room) < n {
+		room = make([]byte, 0, n)
 	}
 	head, err := s.appendHead(room, places)
 	if err != nil {

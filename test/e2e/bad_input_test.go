@@ -160,6 +160,12 @@ func TestBadQueriesAndPathsAreRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	good := []byte(note("x"))
+	for encoding, status := range map[string]int{"gzip": http.StatusUnsupportedMediaType, "br, identity": http.StatusUnsupportedMediaType, "identity": http.StatusCreated} {
+		a, err := s.appender.Do(t.Context(), http.MethodPost, "/v1/sessions/encoded/events", good, harness.ContentType(harness.TypeJSON), harness.With("Content-Encoding", encoding))
+		if err != nil || a.Status != status || status != http.StatusCreated && !strings.Contains(string(a.Body), "expected none, or identity, found") {
+			t.Errorf("a body in encoding %s: %v, %d %s", encoding, err, a.Status, a.Body)
+		}
+	}
 	for _, c := range []struct {
 		client *harness.Client
 		method string
@@ -170,6 +176,7 @@ func TestBadQueriesAndPathsAreRefused(t *testing.T) {
 		{s.appender, http.MethodPost, "/v1/sessions/there/events?expectedSeq=-1", good},
 		{s.appender, http.MethodPost, "/v1/sessions/there/events?expectedSeq=1.5", good},
 		{s.appender, http.MethodPost, "/v1/sessions", []byte(`{"id":7}`)},
+		{s.appender, http.MethodPost, "/v1/sessions", []byte(`{"id":"own parent","header":{"parentSession":"own parent"}}`)},
 		{s.appender, http.MethodPost, "/v1/sessions", []byte(`{"id":"x","header":[]}`)},
 		{s.appender, http.MethodPost, "/v1/sessions", []byte(`{"id":"x","header":{"version":99,"id":"x","createdAt":0,"isSeeded":false,"delegationDepth":0}}`)},
 		{s.appender, http.MethodPost, "/v1/sessions", []byte(`{"id":"x"`)},

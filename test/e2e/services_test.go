@@ -386,6 +386,7 @@ func serviceProblems(t *testing.T, s stack, b bus) {
 		{409, "seq-conflict", "append", session, string(note("x")), []string{"If-Match", `"7"`}},
 		{415, "unsupported-media-type", "append", session, string(note("x")), []string{"Content-Type", "text/plain"}},
 		{415, "unsupported-media-type", "append", session, string(note("x")), []string{"Content-Type", "application/json; charset=latin1"}},
+		{415, "unsupported-media-type", "append", session, "\x1f\x8b\x08", []string{"Content-Encoding", "gzip"}},
 		{400, "bad-request", "append", session, string(note("x")), []string{"If-Match", "7"}},
 		{400, "bad-request", "append", session, string(note("x")), []string{"Palimpsest-Writer-Epoch", "x"}},
 		{409, "fenced", "append", session, string(note("x")), []string{"Palimpsest-Writer-Epoch", "9"}},
@@ -1521,6 +1522,7 @@ func TestCompact(t *testing.T) {
 		"one commit of ordinary events":     compactionIsOrdinary,
 		"a tool pair is kept together":      compactionKeepsPairs,
 		"call ids that come again":          compactionAndRepeatedCallIDs,
+		"calls of an open step":             compactionAndOpenStep,
 		"the system head is protected":      compactionAndSystemHead,
 		"what is no compaction":             malformedCompactions,
 		"conditions":                        compactionConditions,
@@ -1653,12 +1655,35 @@ func compactionAndRepeatedCallIDs(t *testing.T, s stack) {
 		calling(2, "call_0"), result(2, "call_0"), // 3 4
 		calling(3, "call_0"), // 5, without an answer so far
 	})
-	for _, split := range [][2]int64{{0, 1}, {1, 1}, {2, 2}, {3, 3}, {0, 3}} {
+	for _, split := range [][2]int64{{0, 1}, {1, 1}, {2, 2}, {3, 3}, {0, 3}, {5, 5}, {0, 5}} {
 		refusedPost(t, s.appender, http.StatusUnprocessableEntity, "splits-tool-pair", session, "/compact", fmt.Sprintf(`{"startSeq":%d,"endSeq":%d,"summary":"s"}`, split[0], split[1]))
 	}
 	post(t, s.appender, nil, http.StatusCreated, session, "/compact", `{"startSeq":3,"endSeq":4,"summary":"the second"}`)
 	post(t, s.appender, nil, http.StatusCreated, session, "/compact", `{"startSeq":1,"endSeq":2,"summary":"the first"}`)
 	nodesAre(t, s, session, 13, 0, 12, 8, 5)
+	// A call waits for its result until the model speaks again: then it was left alone for good.
+	mustAppend(t, s.appender, session, []json.RawMessage{calling(4, "call_1")}) // 14
+	post(t, s.appender, nil, http.StatusCreated, session, "/compact", `{"startSeq":5,"endSeq":5,"summary":"the third"}`)
+	p := refusedPost(t, s.appender, http.StatusUnprocessableEntity, "splits-tool-pair", session, "/compact", `{"startSeq":8,"endSeq":14,"summary":"s"}`)
+	if p.Seq == nil || *p.Seq != 14 || !strings.Contains(p.Detail, "no result yet") {
+		t.Errorf("the refusal: %+v", p)
+	}
+	post(t, s.appender, nil, http.StatusCreated, session, "/compact", `{"startSeq":8,"endSeq":14,"summary":"s","allow":["splits-tool-pair"]}`)
+	nodesAre(t, s, session, 22, 0, 12, 21)
+}
+
+// Two messages of one step may call: both wait while the step is open, and neither once it is closed.
+func compactionAndOpenStep(t *testing.T, s stack) {
+	const session = "open step"
+	mustAppend(t, s.appender, session, []json.RawMessage{
+		note("ask"), // 0
+		json.RawMessage(`{"type":"turn/start","data":{"turn":1}}`), json.RawMessage(`{"type":"step/start","data":{"turn":1,"step":1}}`),
+		calling(1, "first"), calling(1, "second"), // 3 4
+	})
+	refusedPost(t, s.appender, http.StatusUnprocessableEntity, "splits-tool-pair", session, "/compact", `{"startSeq":0,"endSeq":3,"summary":"s"}`)
+	mustAppend(t, s.appender, session, []json.RawMessage{json.RawMessage(`{"type":"step/end","data":{"turn":1,"step":1}}`)})
+	post(t, s.appender, nil, http.StatusCreated, session, "/compact", `{"startSeq":0,"endSeq":3,"summary":"s"}`)
+	nodesAre(t, s, session, 9, 8, 4)
 }
 
 func compactionAndSystemHead(t *testing.T, s stack) {
