@@ -129,7 +129,7 @@ type Options struct {
 	Parallel int
 	// Memory is how many bytes of sessions All keeps at a time, about. Where they do not fit, it
 	// reads fewer partitions at a time, and where those of one do not, it reads that several
-	// times. Defaults to 128 MiB.
+	// times. Defaults to 256 MiB.
 	Memory int64
 	// Trusted are public nkeys: what they signed is compared with the log. Without any,
 	// attestations are not looked at.
@@ -204,7 +204,7 @@ func (o Options) withDefaults() Options {
 		o.Parallel = 8
 	}
 	if o.Memory == 0 {
-		o.Memory = 128 << 20
+		o.Memory = 256 << 20
 	}
 	if o.Wait == 0 {
 		o.Wait = 10 * time.Second

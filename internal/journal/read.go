@@ -1,6 +1,7 @@
 package journal
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -105,7 +106,26 @@ func (j *Journal) commit(h nats.Header, body []byte, subject string, seq uint64)
 	if err != nil {
 		return nil, &MalformedError{StreamSeq: seq, Subject: subject, Body: body, Header: h, Err: err}
 	}
+	if len(body) <= copiedBody {
+		c.Body = bytes.Clone(body)
+	}
 	return c, nil
+}
+
+// A body is a part of the message that it came in, whose headers stay in memory with it. A body of up
+// to copiedBody bytes, beside which they are much, is copied.
+const (
+	copiedBody = 2 << 10
+	withBody   = 1 << 10 // what else the memory of a body that was not copied holds, about
+)
+
+// Held returns about how many bytes of memory whoever uses a part of the body of a commit that was read
+// keeps with it.
+func Held(c *events.Commit) int {
+	if len(c.Body) <= copiedBody {
+		return len(c.Body) + len(c.Body)/8 // as the allocator rounds up
+	}
+	return len(c.Body) + withBody
 }
 
 // MalformedError is a stored message that no appender wrote.

@@ -24,8 +24,8 @@ const (
 	waitForOthers = 20 * time.Second
 	// commonCheck is how often the common reader looks at the connection, also when nothing comes.
 	commonCheck = 500 * time.Millisecond
-	// msgOverhead is about what a message takes in memory beside its body.
-	msgOverhead = 2048
+	// msgOverhead is about what a message takes in memory beside its body: what its headers say.
+	msgOverhead = 1 << 10
 )
 
 // commons decides whether a worker's partitions read together.
@@ -346,7 +346,7 @@ func size(d *journal.Delivery) int {
 	if d.Err != nil {
 		return msgOverhead + len(d.Err.Body)
 	}
-	return msgOverhead + len(d.Commit.Body)
+	return msgOverhead + journal.Held(d.Commit)
 }
 
 // take puts a message where its partition finds it, once there is room.

@@ -16,6 +16,7 @@ import (
 	"palimpsest/internal/journal"
 	"palimpsest/internal/session"
 	"palimpsest/internal/snapshot"
+	"palimpsest/internal/surface"
 	"palimpsest/internal/telemetry"
 )
 
@@ -637,7 +638,7 @@ func (p *partition) foldOne(ctx context.Context, e *entry, c *events.Commit) err
 		p.oldest.CompareAndSwap(0, e.since.UnixMilli())
 	}
 	e.pending += int(e.snap.Next - next)
-	size := commitMemory + len(c.Body) + int(e.snap.Next-next)*int(unsafe.Sizeof(events.Event{}))
+	size := journal.Held(c) + int(e.snap.Next-next)*eventMemory
 	e.bytes += size
 	p.owes(size)
 	p.account(e)
@@ -655,8 +656,8 @@ func (p *partition) foldOne(ctx context.Context, e *entry, c *events.Commit) err
 	return nil
 }
 
-// commitMemory is about what a commit takes in memory beside its body and its events.
-const commitMemory = 1 << 10
+// eventMemory is about what an event takes in memory beside its line.
+const eventMemory = int(unsafe.Sizeof(surface.Node{}) + unsafe.Sizeof(surface.Body{}))
 
 // relieve holds the fold up while more is in memory than may be: what was not written yet, and
 // what is kept between events. The oldest of the former are written first. e is the entry that is

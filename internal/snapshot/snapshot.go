@@ -100,6 +100,7 @@ func (s *Snapshot) Fold(c *events.Commit, v *events.Vocabulary, each func(*sessi
 		}
 		return s.needEnds(p.Change.Position, p.Change.Position+p.Change.Removed-1)
 	}, func(p *session.Plan) {
+		s.derive(&p.Change)
 		s.cut(&p.Change)
 		if each != nil {
 			each(p)
@@ -110,6 +111,14 @@ func (s *Snapshot) Fold(c *events.Commit, v *events.Vocabulary, each func(*sessi
 		return &PagesError{[]int64{s.pageAt(missing.Position).n}}
 	}
 	return err
+}
+
+// derive reads the message of a node that was just put on the surface: it is written sooner or later,
+// and the event need not be kept until then. Data that breaks a rule is left for Flush to report.
+func (s *Snapshot) derive(c *surface.Change) {
+	if c.Node.Body != nil {
+		_, _ = s.Surface.Node(c.Position).Message(s.Format)
+	}
 }
 
 // needEnds makes sure that the pages at both ends of a replaced range are in memory, since
