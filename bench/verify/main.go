@@ -295,7 +295,7 @@ func (b *bench) fill(ctx context.Context, j *journal.Journal, headers *journal.H
 // project has a worker make the heads, and stops it again.
 func (b *bench) project(ctx context.Context, j *journal.Journal, buckets *projection.Buckets) error {
 	// Heads are written seldom: how they came about is not measured.
-	w := projection.NewWorker(j, buckets, projection.NewHeads(), projection.Config{FlushAfter: 5 * time.Second, FlushEvents: 1 << 30})
+	w := projection.NewWorker(j, buckets, projection.NewHeads(), projection.Config{FlushAfter: 5 * time.Second, FlushBehind: time.Minute, FlushEvents: 1 << 30, UnflushedBytes: 1 << 30})
 	if err := w.Start(ctx); err != nil {
 		return err
 	}

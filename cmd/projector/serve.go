@@ -23,7 +23,7 @@ type serveCmd struct {
 	ID              string        `name:"id" help:"Name of this worker among those that share the partitions. Default: host, pid and something random." placeholder:"ID" env:"PALIMPSEST_WORKER_ID"`
 	Lease           time.Duration `help:"How long a worker that is gone keeps its partitions, in whole seconds from 2s on. Default: 3s, and 10s on a replicated stream." placeholder:"DURATION"`
 	FlushAfter      time.Duration `help:"The longest that a folded event waits to be in a head." default:"50ms"`
-	FlushBehind     time.Duration `help:"The same while much of a partition is still to be read." default:"1s"`
+	FlushBehind     time.Duration `help:"The same while much of a partition is still to be read; ten times as long while very much is." default:"1s"`
 	FlushEvents     int           `help:"Folded events of one session after which it is flushed at once." default:"256"`
 	Writes          int           `help:"Snapshots that are written at the same time." default:"12"`
 	CatchUpBytes    int           `help:"Memory for messages that wait while partitions that are far behind are read with one consumer, in bytes, and as much as the largest message at the least; negative: one consumer for each, always." default:"33554432"`

@@ -20,8 +20,8 @@ const (
 	readAhead = 16 << 20
 	// sessionBytes is what a session takes in memory whatever is in it, about.
 	sessionBytes = 2 << 10
-	// heldTimes is how much more memory the events of a commit take than its body, about.
-	heldTimes = 2
+	// heldHalves is how much memory the events of a commit take, in halves of its body, about.
+	heldHalves = 3
 	// headerBytes is about how much of a stored message is not the commit's body.
 	headerBytes = 600
 	// finishing is how many sessions of a partition are compared with their heads at a time.
@@ -43,7 +43,7 @@ func (a *Auditor) stream(ctx context.Context, ids []string, logged map[string]ui
 		body = max(64, int64(info.State.Bytes/n)-headerBytes)
 	}
 	weight := func(id string) int64 {
-		return sessionBytes + heldTimes*min(body*int64(min(logged[id], mostShed)), leastShed+snapshot.PageTarget)
+		return sessionBytes + heldHalves*min(body*int64(min(logged[id], mostShed)), leastShed+snapshot.PageTarget)/2
 	}
 	parts := make([][]string, a.log.Partitions())
 	weights := make([]int64, len(parts))

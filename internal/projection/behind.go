@@ -5,9 +5,17 @@ import "time"
 // much is how many messages make the difference between following the log and catching up with it.
 const much = 1000
 
+// farBehind is how many messages are so many that nobody waits for the next: each head that is written
+// before they are read is written again behind them, and with thousands of sessions in turns that
+// takes more time than reading.
+const farBehind, farTimes = 64 * much, 10
+
 // flushAfter is how long a folded event waits to be in a head.
 func (p *partition) flushAfter() time.Duration {
-	if p.pending > much {
+	switch {
+	case p.pending > farBehind:
+		return farTimes * p.w.cfg.FlushBehind
+	case p.pending > much:
 		return p.w.cfg.FlushBehind
 	}
 	return p.w.cfg.FlushAfter

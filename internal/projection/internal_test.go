@@ -1,6 +1,9 @@
 package projection
 
-import "testing"
+import (
+	"testing"
+	"time"
+)
 
 // Many writes may end while a fold looks for what to write next, more than written holds. When the
 // lease ends then, nobody takes the rest: they must not keep the worker from stopping.
@@ -21,5 +24,17 @@ func TestAWriteThatEndsBehindItsFoldIsNotWaitedFor(t *testing.T) {
 	<-told
 	if n := len(p.written); n != 1 {
 		t.Errorf("%d outcomes wait, want 1", n)
+	}
+}
+
+// TestFlushesAreSeldomerTheMoreIsToBeRead: near the end of the log a head is new, far from it, it is not written for nothing.
+func TestFlushesAreSeldomerTheMoreIsToBeRead(t *testing.T) {
+	t.Parallel()
+	p := &partition{w: &Worker{cfg: Config{FlushAfter: time.Millisecond, FlushBehind: time.Second}}}
+	for pending, want := range map[uint64]time.Duration{0: time.Millisecond, much: time.Millisecond, much + 1: time.Second, farBehind: time.Second, farBehind + 1: 10 * time.Second} {
+		p.pending = pending
+		if got := p.flushAfter(); got != want {
+			t.Errorf("with %d messages to read: a flush after %v, want %v", pending, got, want)
+		}
 	}
 }

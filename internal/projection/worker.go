@@ -43,7 +43,8 @@ type Config struct {
 	FlushAfter time.Duration
 	// FlushBehind is the same while more than a thousand commits of the partition are still to be
 	// read: what is folded then is old already, and more of it comes into each head that is
-	// written. Defaults to 1 s, and never to less than FlushAfter.
+	// written. While more than 64,000 are, of all that are read together, it is ten times as long.
+	// Defaults to 1 s, and never to less than FlushAfter.
 	FlushBehind time.Duration
 	// FlushEvents is how many folded events of one session are flushed at once at the latest.
 	// Defaults to 256.
