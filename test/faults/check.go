@@ -26,8 +26,10 @@ func (s *suite) check(ctx context.Context) error {
 	begun := time.Now()
 	if err := s.inStep(ctx); err != nil {
 		s.Finding("%v", err)
+		s.keep(s.target.states(ctx))
 	}
 	if err := s.projected(ctx); err != nil {
+		s.keep(s.target.states(ctx))
 		return err
 	}
 	s.say("all is projected %v after the load; verifying", time.Since(begun).Round(time.Millisecond))

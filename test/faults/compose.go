@@ -186,6 +186,9 @@ func (*composed) streams(ctx context.Context, js jetstream.JetStream) (out []*je
 	return out, nil
 }
 
+// states are in the containers, whose monitoring listens to nobody outside.
+func (*composed) states(context.Context) map[string]string { return nil }
+
 func (c *composed) program(name string) string { return filepath.Join(c.programs, name) }
 
 // ready waits until what stands behind the published ports is ready.
@@ -221,9 +224,9 @@ func (c *composed) logs(ctx context.Context) (map[string]string, error) {
 // down takes the stack away, with all that it stored. Before that it looks at what the programs said.
 func (c *composed) down(s *suite) error {
 	ctx := context.Background() // whatever became of the run
-	var err error
-	s.logs, err = c.logs(ctx)
-	for name, text := range s.logs {
+	logs, err := c.logs(ctx)
+	s.keep(logs)
+	for name, text := range logs {
 		for _, trouble := range load.Troubles {
 			if i := strings.Index(text, trouble); i >= 0 {
 				s.Finding("container %s said %.2000s", name, text[i:])

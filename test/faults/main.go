@@ -132,8 +132,20 @@ type suite struct {
 	target  target
 	stack   *stack // nil for containers
 	callers *callers
-	logs    map[string]string // what the programs said last, once they have ended
+	logs    map[string]string // what the programs said last, and of themselves, by name
 	*load.Tally
+}
+
+// keep keeps what programs said, to be written after a finding. What was kept first stays.
+func (s *suite) keep(logs map[string]string) {
+	if s.logs == nil {
+		s.logs = map[string]string{}
+	}
+	for name, text := range logs {
+		if s.logs[name] == "" {
+			s.logs[name] = text
+		}
+	}
 }
 
 // keepLogs writes what the programs said where somebody can look for the cause of a finding.

@@ -33,6 +33,7 @@ type stack struct {
 	names     []string // of processes, in the order of their start
 	net       fabric
 	clients   [3]string         // addresses of the servers
+	monitors  [3]string         // addresses at which they tell of themselves
 	without   map[string]string // kinds of faults that cannot be had here, and why
 }
 
@@ -147,7 +148,7 @@ func (s *stack) lay(syncAlways bool) error {
 	if s.upgrade == toFold {
 		names = append(slices.Clone(names), nextNames...)
 	}
-	free, err := load.FreeAddresses(2*3 + len(names))
+	free, err := load.FreeAddresses(3*3 + len(names))
 	if err != nil {
 		return err
 	}
@@ -157,9 +158,9 @@ func (s *stack) lay(syncAlways bool) error {
 		if err != nil {
 			return err
 		}
-		s.clients[i], routes[i] = host+":"+port(free[i]), host+":"+port(free[3+i])
+		s.clients[i], routes[i], s.monitors[i] = host+":"+port(free[i]), host+":"+port(free[3+i]), host+":"+port(free[6+i])
 		store := filepath.Join(s.dir, "store-"+name)
-		p := s.add(name, within, "natsd", "-verbose", "-no-gossip", "-name", name, "-host", host, "-port", port(s.clients[i]), "-cluster-port", port(routes[i]), "-store", store)
+		p := s.add(name, within, "natsd", "-verbose", "-no-gossip", "-name", name, "-host", host, "-port", port(s.clients[i]), "-cluster-port", port(routes[i]), "-http-port", port(s.monitors[i]), "-store", store)
 		p.store = store
 		if syncAlways {
 			p.Line = append(p.Line, "-sync-always")
@@ -186,7 +187,7 @@ func (s *stack) lay(syncAlways bool) error {
 		if err != nil {
 			return err
 		}
-		listen := host + ":" + port(free[6+i])
+		listen := host + ":" + port(free[9+i])
 		p := s.add(name, within, program, "serve", "--listen", listen, "--insecure-no-auth", "--replicas", "3", "--log-level", "warn")
 		p.http = "http://" + listen
 		if program == "projector" {
@@ -277,7 +278,6 @@ func (s *stack) leader(ctx context.Context) error {
 // close ends all processes, programs before servers, and removes what was made.
 func (s *stack) close(of *suite) error {
 	var errs []error
-	of.logs = map[string]string{}
 	for i := len(s.names) - 1; i >= 0; i-- {
 		p := s.processes[s.names[i]]
 		if !p.Launched() {
@@ -285,7 +285,7 @@ func (s *stack) close(of *suite) error {
 		}
 		errs = append(errs, p.Term())
 		p.CheckTroubles(of.Tally)
-		of.logs[p.Name] = p.Stderr.String()
+		of.keep(map[string]string{p.Name: p.Stderr.String()})
 	}
 	if s.net != nil {
 		s.net.close()

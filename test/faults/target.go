@@ -2,6 +2,9 @@ package main
 
 import (
 	"context"
+	"net/http"
+	"strings"
+	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
 
@@ -19,6 +22,8 @@ type target interface {
 	nats(context.Context) (string, error)
 	// streams are all that there are on the servers.
 	streams(context.Context, jetstream.JetStream) ([]*jetstream.StreamInfo, error)
+	// states are what the servers tell of themselves, for whoever looks for the cause of a finding.
+	states(context.Context) map[string]string
 	// program is the path of a program, for commands.
 	program(name string) string
 }
@@ -51,4 +56,22 @@ func (s *stack) streams(ctx context.Context, js jetstream.JetStream) (out []*jet
 		out = append(out, info)
 	}
 	return out, l.Err()
+}
+
+func (s *stack) states(ctx context.Context) map[string]string {
+	out := map[string]string{}
+	for i, name := range serverNames {
+		for _, page := range []string{"raftz", "jsz?streams=true&raft=true"} {
+			c := harness.NewClient("http://" + s.monitors[i])
+			one, cancel := context.WithTimeout(ctx, 5*time.Second)
+			a, err := c.Do(one, http.MethodGet, "/"+page, nil)
+			cancel()
+			what, _, _ := strings.Cut(page, "?")
+			out[name+"-"+what] = string(a.Body)
+			if err != nil {
+				out[name+"-"+what] = err.Error()
+			}
+		}
+	}
+	return out
 }

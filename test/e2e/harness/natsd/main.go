@@ -20,6 +20,7 @@ func main() {
 	name := flag.String("name", "", "name of the server")
 	port := flag.Int("port", 0, "port for clients")
 	clusterPort := flag.Int("cluster-port", 0, "port for the other servers")
+	httpPort := flag.Int("http-port", 0, "port for monitoring; 0 for none")
 	routes := flag.String("routes", "", "URLs of the other servers, with commas between them")
 	// Servers tell each other and their clients where further servers are; with links that can be
 	// cut, only the links that were given may be used.
@@ -32,6 +33,7 @@ func main() {
 
 	opts := &server.Options{
 		ServerName: *name, Host: *host, Port: *port, JetStream: true, StoreDir: *store, NoSigs: true, NoLog: true,
+		HTTPHost: *host, HTTPPort: *httpPort,
 		Cluster: server.ClusterOpts{Name: "e2e", Host: *host, Port: *clusterPort},
 		Routes:  server.RoutesFromStr(*routes), SyncInterval: time.Second, SyncAlways: *always,
 	}
