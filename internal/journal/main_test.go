@@ -39,12 +39,13 @@ func openAt(t testing.TB, url string, cfg Config, v *events.Vocabulary) *Journal
 	return j
 }
 
-// store publishes commits of one writer, one after another, and returns the last stream sequence.
+// store publishes commits of one writer, one after another, and returns the last stream sequence. On a
+// machine that is slow enough an ack comes too late, and the next attempt finds the commit stored.
 func store(t testing.TB, j *Journal, after uint64, commits ...*events.Commit) uint64 {
 	t.Helper()
 	for _, c := range commits {
-		if dup, err := j.Publish(journaltest.Context(t), c, after); err != nil || dup {
-			t.Fatalf("publish %s: duplicate %t, %v", c.ID, dup, err)
+		if _, err := j.Publish(journaltest.Context(t), c, after); err != nil {
+			t.Fatalf("publish %s: %v", c.ID, err)
 		}
 		after = c.StreamSeq
 	}
