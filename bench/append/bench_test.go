@@ -44,7 +44,7 @@ func runJSON(t *testing.T, args ...string) (out []line) {
 
 func TestEveryListedCaseIsPrintedWithItsBaseline(t *testing.T) {
 	var names []string
-	for _, l := range runJSON(t, "--rounds=1", "--time=100ms", "--warmup=10ms") {
+	for _, l := range runJSON(t, "--rounds=1", "--cold=0", "--time=100ms", "--warmup=10ms") {
 		names = append(names, l.Name)
 		if l.Unit != "events/s" || l.Value <= 0 || l.Baseline <= 0 || l.Ratio <= 0 {
 			t.Errorf("found %+v", l)

@@ -59,7 +59,7 @@ func printTable(w io.Writer, durability string, results []result) error {
 	fmt.Fprintf(w, "Appends of user/message events with %d bytes of data; durability %s; medians of %d rounds of %s.\n",
 		dataBytes, durability, len(results[0].samples), results[0].samples[0].span.Round(time.Millisecond))
 	raw := results[0].baseline
-	fmt.Fprintf(w, "Baseline: %s, the same bytes. Each case has a server of its own, where the baseline runs before it in every round.\n\n", raw.about)
+	fmt.Fprintf(w, "Baseline: %s, the same bytes. The baseline runs before a case in each of its rounds, at the same server.\n\n", raw.about)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(t, "case\tevents/s\tbaseline\tratio\tin rounds\tp50\tp99\tcpu µs\tratio\tallocs\tbytes\t")
 	var all []*sample

@@ -94,12 +94,14 @@ func (l *AccessLog) run(ctx context.Context, ready func()) error {
 	for {
 		select {
 		case a := <-l.queue:
-			l.store(ctx, a)
+			l.store(context.WithoutCancel(ctx), a) // one that is being stored when the program stops is stored
 		case <-ctx.Done():
+			last, cancel := context.WithTimeout(context.WithoutCancel(ctx), accessTime)
+			defer cancel()
 			for { // the HTTP server has stopped by now: what waits is all there will be
 				select {
 				case a := <-l.queue:
-					l.store(context.WithoutCancel(ctx), a)
+					l.store(last, a)
 				default:
 					return nil
 				}
@@ -126,7 +128,7 @@ func (l *AccessLog) bind(ctx context.Context) error {
 	return nil
 }
 
-// accessTime is how long JetStream may take for a record.
+// accessTime is how long JetStream may take for a record, and for all that wait when the program stops.
 const accessTime = 5 * time.Second
 
 func (l *AccessLog) store(ctx context.Context, a Access) {

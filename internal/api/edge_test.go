@@ -448,6 +448,31 @@ func TestReadsAreRecordedWithActorAndOutcome(t *testing.T) {
 	}
 }
 
+// What waits when the program stops is stored, and so is what is being stored then.
+func TestNoReadGoesUnrecordedAtTheEnd(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, nil)
+	ctx := journaltest.Context(t)
+	l := api.NewAccessLog(w.js, api.AccessConfig{})
+	if err := l.Start(ctx); err != nil {
+		t.Fatal(err)
+	}
+	const n = 300
+	for range n {
+		l.Add(api.Access{Session: "s", Actor: "alice", Path: "/v1/sessions/s/messages", Status: 200})
+	}
+	if err := l.Stop(ctx); err != nil {
+		t.Fatal(err)
+	}
+	s, err := w.js.Stream(ctx, "ACCESS")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := s.CachedInfo().State.Msgs; got != n {
+		t.Errorf("%d of %d records were stored", got, n)
+	}
+}
+
 // A body that comes bit by bit, and never to its end, holds a connection for as long as one may.
 func TestABodyThatDoesNotEndIsCutOff(t *testing.T) {
 	t.Parallel()

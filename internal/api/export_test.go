@@ -19,3 +19,6 @@ func (s *Services) Active() int {
 	defer s.mu.Unlock()
 	return s.active
 }
+
+// Add takes a record as a read makes one.
+func (l *AccessLog) Add(a Access) { l.add(a) }

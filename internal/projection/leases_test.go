@@ -335,6 +335,25 @@ func TestLagOfAWorkerThatIsSilentIsMeasured(t *testing.T) {
 	}
 }
 
+// A server that was killed may bring back the key of a worker that left, and forget that it was to run
+// out. Such a worker is neither counted nor waited for.
+func TestAWorkerThatCameBackFromTheDeadIsNotCounted(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	kv, err := w.js.KeyValue(journaltest.Context(t), projection.WorkersBucket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := kv.Put(journaltest.Context(t), "member.ghost", []byte(`{"v":1,"id":"ghost","run":"r","started":1,"renewed":1,"ttlMs":100,"fold":1,"generation":1,"partitions":[]}`)); err != nil {
+		t.Fatal(err)
+	}
+	a := w.sharer("a")
+	journaltest.Eventually(t, "the living worker to be all that is counted", func() bool {
+		g := a.Gauges()
+		return g.Workers == 1 && g.Owned == partitions && g.Unowned == 0
+	})
+}
+
 func TestWatchFollowsASessionFromOneWorkerToTheNext(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

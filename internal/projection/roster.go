@@ -117,6 +117,20 @@ func (o *roll) silence(id string, now time.Time) (d time.Duration, long bool) {
 	return d, d > 2*tickOf(time.Duration(o.members[id].TTLMs)*time.Millisecond)
 }
 
+// lifetimes is after how many times of its life a key is taken for one that ran out, although it is there.
+const lifetimes = 3
+
+// bury takes out members whose keys should have run out long ago: a server that was killed may bring
+// such keys back, and forget that they were to end. Others must have written since, by the same clock.
+func (o *roll) bury() {
+	for id, m := range o.members {
+		if o.newest.Sub(o.beats[id]) > lifetimes*time.Duration(m.TTLMs)*time.Millisecond {
+			delete(o.members, id)
+			delete(o.beats, id)
+		}
+	}
+}
+
 // now is the time by the clock that stamps the keys.
 func (r *Roster) now(ctx context.Context) (time.Time, error) {
 	s, err := r.js.Stream(ctx, "KV_"+WorkersBucket)
@@ -136,6 +150,7 @@ func leaseKey(partition int) string { return leasePrefix + strconv.Itoa(partitio
 // replica that answers may lag, so what is written is written under a condition.
 func (r *Roster) read(ctx context.Context, partitions int) (*roll, error) {
 	out := newRoll()
+	defer out.bury()
 	if partitions <= atOnce {
 		return out, r.readInto(ctx, out, rosterSubject(memberPrefix+"*"), rosterSubject(leasePrefix+"*"))
 	}
