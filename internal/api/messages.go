@@ -7,7 +7,9 @@ import (
 	"net/http"
 	"strconv"
 	"sync"
+	"unsafe"
 
+	"palimpsest/internal/cache"
 	"palimpsest/internal/events"
 	"palimpsest/internal/projection"
 	"palimpsest/internal/provider"
@@ -26,16 +28,39 @@ func newMessageList(v *projection.View) (*messageList, error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &messageList{messages: messages, before: append(open(v), `,"messages":[`...), behind: []byte(`]`)}
+	l := &messageList{messages: messages, before: append(open(v), `,"messages":[`...)}
+	l.behind, err = behindMessages(v, messages)
+	return l, err
+}
+
+// surfaceID names what a view's messages are: the digest says which log they were derived from.
+type surfaceID struct {
+	digest   events.Digest
+	seq      events.Seq
+	messages int
+}
+
+// behinds are what stands behind the messages of the surfaces that were read last, since telling which calls
+// and results are unpaired takes reading all of them. Some 40,000 fit in.
+var behinds = cache.New[surfaceID, []byte](8 << 20)
+
+// behindMessages is the end of an answer, with what is unpaired.
+func behindMessages(v *projection.View, messages []provider.Message) ([]byte, error) {
+	id := surfaceID{v.Digest, v.Last(), len(messages)}
+	if b, ok := behinds.Get(id); ok {
+		return b, nil
+	}
+	b := []byte(`]`)
 	if unpaired := provider.Unpaired(v.Format, messages); len(unpaired) > 0 {
 		u, err := events.Marshal(unpaired)
 		if err != nil {
 			return nil, err
 		}
-		l.behind = append(append(l.behind, `,"unpaired":`...), u...)
+		b = append(append(b, `,"unpaired":`...), u...)
 	}
-	l.behind = append(l.behind, "}\n"...)
-	return l, nil
+	b = append(b, "}\n"...)
+	behinds.Put(id, b, len(b)+int(unsafe.Sizeof(id))+128)
+	return b, nil
 }
 
 // derived returns the messages of a view's surface.
