@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"slices"
 	"strings"
 	"time"
 
@@ -82,7 +81,7 @@ func (b *bench) validate() error {
 // say reports progress; results go to stdout alone.
 func (b *bench) say(format string, args ...any) { fmt.Fprintf(b.progress, "# "+format+"\n", args...) }
 
-// compare runs each case in turns with the baseline and reports their medians. The last comes first:
+// compare runs each case in turns with the baseline and reports their medians. Batches, the last, come first:
 // the ids that many small messages leave in the server's duplicate window are looked through by the garbage
 // collector, and whoever allocates much, as batches do, pays for those of the others.
 func (b *bench) compare(ctx context.Context, r *bed) error {
@@ -95,8 +94,9 @@ func (b *bench) compare(ctx context.Context, r *bed) error {
 		return err
 	}
 	results := make([]result, len(chosen))
-	for i, k := range slices.Backward(chosen) {
-		c := raw
+	for n := range chosen {
+		i := (n + len(chosen) - 1) % len(chosen)
+		k, c := chosen[i], raw
 		if k.fill != nil {
 			if c, err = r.load(ctx, k); err != nil {
 				return err
