@@ -107,7 +107,7 @@ func (b *bench) compare(ctx context.Context, r *bed) error {
 		}
 		b.say("%s: %d rounds", c.name, b.Rounds)
 		res := &results[i]
-		res.load, res.baseline = c, raw
+		res.load = c
 		for round := range b.Cold + b.Rounds {
 			base, err := r.measure(ctx, raw, b.Warmup, b.Time)
 			if err != nil {
@@ -126,7 +126,7 @@ func (b *bench) compare(ctx context.Context, r *bed) error {
 	if b.JSON {
 		return printJSON(b.out, results)
 	}
-	return printTable(b.out, b.Durability, results)
+	return printTable(b.out, b.Durability, raw, results)
 }
 
 // pick returns the case of a name, all for "". The baseline can be named, too.

@@ -69,9 +69,7 @@ func (f storeFlags) withStored(ctx context.Context, do func(*store, []string) er
 		if err != nil {
 			return err
 		}
-		builtIn := events.DefaultVocabulary().Types()
-		added := slices.DeleteFunc(slices.Clone(stored), func(t string) bool { return slices.Contains(builtIn, t) })
-		f.EventTypes = strings.Join(added, ",")
+		f.EventTypes = strings.Join(events.DefaultVocabulary().Missing(stored), ",")
 		if err := f.bind(ctx, s); err != nil {
 			return err
 		}

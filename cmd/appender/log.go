@@ -3,11 +3,10 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 
+	"palimpsest/internal/api"
 	"palimpsest/internal/appender"
-	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/platform"
 	"palimpsest/internal/snapshot"
@@ -21,16 +20,7 @@ type storeFlags struct {
 	Durability string `help:"When the embedded server syncs to disk: interval (each second) or always (before each ack)." enum:"interval,always" default:"interval"`
 	Replicas   int    `help:"Replicas of stream and buckets when they are created." default:"1"`
 	Partitions int    `help:"Partitions of the stream when it is created." default:"32"`
-	EventTypes string `help:"Log-only event types that the deployment adds to the vocabulary, with commas between them." placeholder:"TYPE,…" env:"PALIMPSEST_EVENT_TYPES"`
-}
-
-// vocabulary is the built-in types with those of the deployment.
-func (f storeFlags) vocabulary() (*events.Vocabulary, error) {
-	v, err := events.ParseVocabulary(f.EventTypes)
-	if err != nil {
-		return nil, &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--event-types: %w", err)}
-	}
-	return v, nil
+	api.VocabularyFlags
 }
 
 // store is the open log with everything under it.
@@ -51,7 +41,7 @@ func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.G
 
 // openPatiently is open for a program that serves.
 func (f storeFlags) openPatiently(ctx context.Context, name, listen string, g *platform.Group, p platform.Patience) (*store, error) {
-	if _, err := f.vocabulary(); err != nil { // before anything starts
+	if _, err := f.Vocabulary(); err != nil { // before anything starts
 		return nil, err
 	}
 	s := new(store)
@@ -97,7 +87,7 @@ func (f storeFlags) log() journal.Config {
 
 // bind is the second half of open: the log and the buckets.
 func (f storeFlags) bind(ctx context.Context, s *store) error {
-	vocabulary, err := f.vocabulary()
+	vocabulary, err := f.Vocabulary()
 	if err != nil {
 		return err
 	}

@@ -18,7 +18,7 @@ type doctorCmd struct {
 }
 
 func (c *doctorCmd) Run(ctx context.Context) error {
-	vocabulary, err := c.vocabulary()
+	vocabulary, err := c.Vocabulary()
 	if err != nil {
 		return err
 	}

@@ -3,12 +3,11 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"time"
 
+	"palimpsest/internal/api"
 	"palimpsest/internal/audit"
-	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/platform"
 	"palimpsest/internal/projection"
@@ -17,9 +16,9 @@ import (
 // storeFlags say where the log is.
 type storeFlags struct {
 	platform.NATSFlags
-	Replicas   int    `help:"Replicas of stream and buckets when they are created." default:"1"`
-	Partitions int    `help:"Partitions of the stream when it is created." default:"32"`
-	EventTypes string `help:"Log-only event types that the deployment adds to the vocabulary, with commas between them." placeholder:"TYPE,…" env:"PALIMPSEST_EVENT_TYPES"`
+	Replicas   int `help:"Replicas of stream and buckets when they are created." default:"1"`
+	Partitions int `help:"Partitions of the stream when it is created." default:"32"`
+	api.VocabularyFlags
 }
 
 // store is the open log with the buckets of projection.
@@ -36,15 +35,6 @@ const (
 	drainTime  = 30 * time.Second
 )
 
-// vocabulary is the built-in types with those of the deployment.
-func (f *storeFlags) vocabulary() (*events.Vocabulary, error) {
-	v, err := events.ParseVocabulary(f.EventTypes)
-	if err != nil {
-		return nil, &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--event-types: %w", err)}
-	}
-	return v, nil
-}
-
 // open connects to NATS. What was opened is added to the group, to be stopped with it.
 func (f *storeFlags) open(ctx context.Context, name string, g *platform.Group) (*store, error) {
 	return f.openPatiently(ctx, name, g, platform.Patience{})
@@ -55,7 +45,7 @@ func transient(err error) bool { return platform.Unreached(err) || journal.Trans
 
 // openPatiently is open for a program that serves.
 func (f *storeFlags) openPatiently(ctx context.Context, name string, g *platform.Group, p platform.Patience) (*store, error) {
-	vocabulary, err := f.vocabulary()
+	vocabulary, err := f.Vocabulary()
 	if err != nil {
 		return nil, err
 	}

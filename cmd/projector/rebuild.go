@@ -71,11 +71,12 @@ func (c *rebuildCmd) rebuild(ctx context.Context, s *store) error {
 		}
 	}
 	r, err := projection.Rebuild(ctx, s.journal, s.buckets, o)
-	if err != nil && ctx.Err() != nil && r != nil && r.Seconds > 0 {
-		return &platform.ExitError{Code: platform.ExitFailed, Err: fmt.Errorf("interrupted behind the switch: generation %d (bucket %s) serves, and some workers may still write the one before; look at `projector status` (%v)", r.To.N, r.To.Bucket, err)}
-	}
 	if err != nil && ctx.Err() != nil { // a script must not take it for done
-		return &platform.ExitError{Code: platform.ExitFailed, Err: fmt.Errorf("interrupted: nothing was switched, and the same command goes on from there (%v)", err)}
+		interrupted := fmt.Errorf("interrupted: nothing was switched, and the same command goes on from there (%v)", err)
+		if r != nil && r.Seconds > 0 {
+			interrupted = fmt.Errorf("interrupted behind the switch: generation %d (bucket %s) serves, and some workers may still write the one before; look at `projector status` (%v)", r.To.N, r.To.Bucket, err)
+		}
+		return &platform.ExitError{Code: platform.ExitFailed, Err: interrupted}
 	}
 	if r != nil && c.JSON {
 		if err := json.NewEncoder(os.Stdout).Encode(r); err != nil {

@@ -80,7 +80,7 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 	var rep *audit.Report
 	if files != nil {
 		var v *events.Vocabulary
-		if v, err = c.vocabulary(); err == nil {
+		if v, err = c.Vocabulary(); err == nil {
 			rep, err = audit.Files(ctx, files, v, o)
 		}
 	} else {

@@ -12,6 +12,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"palimpsest/internal/auth"
+	"palimpsest/internal/events"
 	"palimpsest/internal/platform"
 	"palimpsest/internal/telemetry"
 )
@@ -163,4 +164,19 @@ func profiles() http.Handler {
 	mux.HandleFunc("/debug/pprof/symbol", pprof.Symbol)
 	mux.HandleFunc("/debug/pprof/trace", pprof.Trace)
 	return mux
+}
+
+// VocabularyFlags are the flags of the types that a deployment adds (the tags are kong's).
+type VocabularyFlags struct {
+	EventTypes string `help:"Log-only event types that the deployment adds to the vocabulary, with commas between them." placeholder:"TYPE,…" env:"PALIMPSEST_EVENT_TYPES"`
+}
+
+// Vocabulary is the built-in types with those of the deployment. A list that cannot be one is a usage
+// error.
+func (f VocabularyFlags) Vocabulary() (*events.Vocabulary, error) {
+	v, err := events.ParseVocabulary(f.EventTypes)
+	if err != nil {
+		return nil, &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--event-types: %w", err)}
+	}
+	return v, nil
 }

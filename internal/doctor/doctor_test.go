@@ -193,25 +193,14 @@ func TestTheGenerationThatServesAndStreamsInUseAreLookedAt(t *testing.T) {
 
 func TestAMissingPermissionIsNamed(t *testing.T) {
 	t.Parallel()
-	ns, err := server.NewServer(&server.Options{
-		Host: "127.0.0.1", Port: server.RANDOM_PORT, NoSigs: true, NoLog: true, JetStream: true, StoreDir: t.TempDir(),
+	ns := serve(t, &server.Options{
+		JetStream: true,
 		Users: []*server.User{
 			{Username: "root", Password: "x"},
 			{Username: "weak", Password: "x", Permissions: &server.Permissions{Publish: &server.SubjectPermission{Allow: []string{"$JS.API.>"}}, Subscribe: &server.SubjectPermission{Allow: []string{"_INBOX.>"}}}},
 			{Username: "none", Password: "x", Permissions: &server.Permissions{Publish: &server.SubjectPermission{Allow: []string{"nothing"}}, Subscribe: &server.SubjectPermission{Allow: []string{"_INBOX.>"}}}},
 		},
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ns.Start()
-	t.Cleanup(func() {
-		ns.Shutdown()
-		ns.WaitForShutdown()
-	})
-	if !ns.ReadyForConnections(journaltest.Deadline) {
-		t.Fatal("the server does not accept connections")
-	}
 	dial := func(user string) *nats.Conn {
 		nc, err := nats.Connect(ns.ClientURL(), nats.UserInfo(user, "x"))
 		if err != nil {
@@ -233,26 +222,32 @@ func TestAMissingPermissionIsNamed(t *testing.T) {
 	}
 }
 
+// serve starts a server with these options, on a free port and with a store of its own.
+func serve(t *testing.T, o *server.Options) *server.Server {
+	t.Helper()
+	o.Host, o.Port, o.NoSigs, o.NoLog, o.StoreDir = "127.0.0.1", server.RANDOM_PORT, true, true, t.TempDir()
+	ns, err := server.NewServer(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ns.Start()
+	t.Cleanup(func() {
+		ns.Shutdown()
+		ns.WaitForShutdown()
+	})
+	if !ns.ReadyForConnections(journaltest.Deadline) {
+		t.Fatal("the server does not accept connections")
+	}
+	return ns
+}
+
 // A cluster without a meta leader does not answer, or says that JetStream is away: turning it on is no
 // remedy for that, and bringing servers back is none for a server without it.
 func TestWithoutJetStreamTheRemedyFitsTheReason(t *testing.T) {
 	t.Parallel()
 	start := func(o *server.Options) *nats.Conn {
 		t.Helper()
-		o.Host, o.Port, o.NoSigs, o.NoLog, o.StoreDir = "127.0.0.1", server.RANDOM_PORT, true, true, t.TempDir()
-		ns, err := server.NewServer(o)
-		if err != nil {
-			t.Fatal(err)
-		}
-		ns.Start()
-		t.Cleanup(func() {
-			ns.Shutdown()
-			ns.WaitForShutdown()
-		})
-		if !ns.ReadyForConnections(journaltest.Deadline) {
-			t.Fatal("the server does not accept connections")
-		}
-		nc, err := nats.Connect(ns.ClientURL())
+		nc, err := nats.Connect(serve(t, o).ClientURL())
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -44,20 +44,20 @@ func (e *ExitError) Unwrap() error { return e.Err }
 // AboveZero is a usage error that names the first flag whose value is not above zero, nil when all
 // are.
 func AboveZero[T int64 | time.Duration](flags map[string]T) error {
-	for _, name := range slices.Sorted(maps.Keys(flags)) {
-		if v := flags[name]; v <= 0 {
-			return &ExitError{Code: ExitUsage, Err: fmt.Errorf("--%s: expected more than 0, found %v", name, v)}
-		}
-	}
-	return nil
+	return first(flags, func(v T) bool { return v > 0 }, "more than 0")
 }
 
 // NotBelow is a usage error that names the first flag whose value is below what it may be, nil when
 // none is.
 func NotBelow[T int64 | time.Duration](least T, flags map[string]T) error {
+	return first(flags, func(v T) bool { return v >= least }, fmt.Sprintf("%v or more", least))
+}
+
+// first is a usage error that names the first flag with a value that is not good.
+func first[T int64 | time.Duration](flags map[string]T, good func(T) bool, expected string) error {
 	for _, name := range slices.Sorted(maps.Keys(flags)) {
-		if v := flags[name]; v < least {
-			return &ExitError{Code: ExitUsage, Err: fmt.Errorf("--%s: expected %v or more, found %v", name, least, v)}
+		if v := flags[name]; !good(v) {
+			return &ExitError{Code: ExitUsage, Err: fmt.Errorf("--%s: expected %s, found %v", name, expected, v)}
 		}
 	}
 	return nil

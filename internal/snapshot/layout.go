@@ -182,7 +182,7 @@ type Flush struct {
 
 // Flush returns what must be written so that the bucket holds the present state, and takes
 // for granted that it will be: when writing fails the snapshot must be loaded again. An error
-// names an event whose data, read here for the first time, breaks a rule.
+// names an event whose data breaks a rule.
 func (s *Snapshot) Flush() (*Flush, error) {
 	places := make([]span, 0, s.Surface.Len()-s.tailAt)
 	f, err := s.values(nil, &places)
