@@ -138,7 +138,10 @@ func (s *actor) leaveGap() {
 	}
 }
 
-func (s *actor) isContended() bool { return time.Now().UnixNano() < s.contended.Load() }
+func (s *actor) isContended() bool {
+	until := s.contended.Load()
+	return until != 0 && time.Now().UnixNano() < until
+}
 
 // askForTurn asks other appenders for a gap, and leaves gaps from then on as they do.
 func (s *actor) askForTurn() {
@@ -201,6 +204,7 @@ func (s *actor) reload(ctx context.Context) error {
 // again: the others were first, and the state knows of theirs now.
 func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*work) {
 	batch := s.state.Begin(s.a.cfg.Invariants)
+	defer batch.End()
 	batch.Reserve(linesOf(group))
 	var in []*share
 	for i, w := range group {
@@ -267,7 +271,8 @@ func linesOf(group []*work) (n int) {
 // returns those that are to be tried again.
 func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, fresh *bool) (again []*work) {
 	first := in[0].w
-	c := &events.Commit{ID: nuid.Next(), Actor: first.Actor, Time: events.FormatTime(s.a.cfg.Now()), Format: s.state.Format, Trace: first.Trace}
+	c := batch.Blank()
+	c.ID, c.Actor, c.Time, c.Format, c.Trace = nuid.Next(), first.Actor, s.a.stamp(), s.state.Format, first.Trace
 	if c.Actor == "" {
 		c.Actor = events.NoActor
 	}
@@ -438,15 +443,17 @@ func (s *actor) plan(ctx context.Context, batch *session.Batch, w *work) (*share
 	sh := &w.share
 	*sh = share{w: w, first: s.state.Next}
 	seen := len(batch.Violations())
-	size := events.KeyReserve(w.Key)
+	size, most := events.KeyReserve(w.Key), s.a.maxCommit()
+	c := events.Context{Format: s.state.Format, Vocabulary: s.a.log.Vocabulary(), Now: s.a.cfg.Now().UnixMilli(), EmptyCallID: w.EmptyCallID}
 	for i := range len(raws) + len(w.Parsed) {
-		e, err := s.event(w, raws, i, batch.Room())
+		c.Next, c.Room = s.state.Next, batch.Room()
+		e, err := s.event(w, raws, i, c)
 		if err == nil {
 			err = s.add(ctx, batch, e)
 		}
 		if err == nil {
-			if size += len(e.Line) + 1; size > s.a.maxCommit() {
-				err = &events.Error{Code: events.CodeTooLarge, Detail: fmt.Sprintf("the append has more than %d bytes, which is what one commit can hold; split it", s.a.maxCommit())}
+			if size += len(e.Line) + 1; size > most {
+				err = &events.Error{Code: events.CodeTooLarge, Detail: fmt.Sprintf("the append has more than %d bytes, which is what one commit can hold; split it", most)}
 			}
 		}
 		if err != nil {
@@ -459,7 +466,7 @@ func (s *actor) plan(ctx context.Context, batch *session.Batch, w *work) (*share
 		return nil, err
 	}
 	sh.last = s.state.Next - 1
-	sh.warnings = append(sh.warnings, s.near("the append", int64(size), int64(s.a.maxCommit()), "bytes of a commit")...)
+	sh.warnings = append(sh.warnings, s.near("the append", int64(size), int64(most), "bytes of a commit")...)
 	for _, v := range batch.Violations()[seen:] {
 		sh.violations = append(sh.violations, &Violation{Rule: v.Rule, Seq: *v.Seq, Detail: v.Detail})
 	}
@@ -524,15 +531,12 @@ func (s *actor) near(who string, have, most int64, unit string) []string {
 	return []string{fmt.Sprintf("%s has %d of at most %d %s", who, have, most, unit)}
 }
 
-// event makes the i-th event of a request, for the session's next seq.
-func (s *actor) event(w *work, raws [][]byte, i int, room []byte) (*events.Event, error) {
+// event makes the i-th event of a request, for the place that c says.
+func (s *actor) event(w *work, raws [][]byte, i int, c events.Context) (*events.Event, error) {
 	if raws == nil {
 		return w.Parsed[i], nil
 	}
-	e, err := events.Parse(raws[i], events.Context{
-		Format: s.state.Format, Vocabulary: s.a.log.Vocabulary(), Next: s.state.Next,
-		Now: s.a.cfg.Now().UnixMilli(), EmptyCallID: w.EmptyCallID, Room: room,
-	})
+	e, err := events.Parse(raws[i], c)
 	if err != nil {
 		return nil, err
 	}

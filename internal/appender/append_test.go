@@ -363,7 +363,8 @@ func TestOutcomeUnknownNamesTheCommit(t *testing.T) {
 			p.must(t, to("s", note("before")))
 			var sent *events.Commit
 			p.log.Faults.BeforePublish = func(c *events.Commit) error {
-				sent = c
+				kept := *c // it is gone with the append
+				sent = &kept
 				return nats.ErrTimeout
 			}
 			request := at(1, to("s", note("open"), note("open")))

@@ -127,6 +127,7 @@ type Appender struct {
 	headers *journal.Headers
 	store   *snapshot.Store
 	stats   Stats
+	stamped atomic.Pointer[stamped] // the last one that was asked for
 
 	stopping context.Context // ends when nothing is to be published any more
 	stop     context.CancelFunc
@@ -249,6 +250,23 @@ func (a *Appender) checkHeader(h *events.Header) error {
 		return &events.Error{Code: events.CodeTooLarge, Session: h.ID, Detail: fmt.Sprintf("session header: expected at most %d bytes, found %d", most, len(h.Raw))}
 	}
 	return nil
+}
+
+// stamp is the time of a commit that is made now. Commits of one millisecond share its text.
+func (a *Appender) stamp() string {
+	now := a.cfg.Now()
+	last := a.stamped.Load()
+	if last == nil || last.ms != now.UnixMilli() {
+		last = &stamped{now.UnixMilli(), events.FormatTime(now)}
+		a.stamped.Store(last)
+	}
+	return last.text
+}
+
+// stamped is a point in time, in Unix ms, and as a commit says it.
+type stamped struct {
+	ms   int64
+	text string
 }
 
 // maxCommit is how many bytes the lines of one commit may have.
@@ -465,7 +483,8 @@ func (a *Appender) enqueue(w *work) (s *actor, atRest bool, err error) {
 		return nil, false, shutDown(w.Session, nil)
 	}
 	s = a.sessions[w.Session]
-	if s == nil {
+	known := s != nil
+	if !known {
 		s = &actor{a: a, id: w.Session}
 	}
 	if len(s.queue) >= a.cfg.Queue {
@@ -474,7 +493,9 @@ func (a *Appender) enqueue(w *work) (s *actor, atRest bool, err error) {
 	if a.pending+w.size > a.cfg.PendingBytes && a.pending > 0 {
 		return nil, false, &events.Error{Code: events.CodeOverloaded, Session: w.Session, Detail: fmt.Sprintf("%d bytes of appends are waiting already; try again later", a.pending)}
 	}
-	a.sessions[w.Session] = s
+	if !known {
+		a.sessions[w.Session] = s
+	}
 	a.pending += w.size
 	s.queue = append(s.queue, w)
 	if s.busy {

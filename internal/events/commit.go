@@ -83,13 +83,37 @@ func (c *Commit) Lines() iter.Seq[[]byte] {
 // FormatTime writes a point in time as the time of a commit.
 func FormatTime(t time.Time) string { return t.UTC().Format("2006-01-02T15:04:05.000Z") }
 
-// headerNames are the headers of a commit's message; the last two are left out when empty.
+// headerNames are the headers of a commit's message.
 var headerNames = [...]string{
-	"ce-specversion", "ce-id", "ce-source", "ce-type", "ce-subject", "ce-time", "ce-datacontenttype", "ce-sequence",
-	"ce-firstseq", "ce-lastseq", "ce-format", "ce-actor", "ce-digest", "ce-chain", "ce-appends", traceParentHeader,
+	headerSpecVersion: "ce-specversion", headerType: "ce-type", headerContentType: "ce-datacontenttype",
+	headerID: "ce-id", headerSource: "ce-source", headerSubject: "ce-subject", headerTime: "ce-time", headerSequence: "ce-sequence",
+	headerFirst: "ce-firstseq", headerLast: "ce-lastseq", headerFormat: "ce-format", headerActor: "ce-actor",
+	headerDigest: "ce-digest", headerChain: "ce-chain",
+	headerAppends: "ce-appends", headerTrace: traceParentHeader,
 }
 
-const firstOptionalHeader = len(headerNames) - 2
+// Positions in headerNames: what all commits have in common, what each has of its own, and from
+// firstOptionalHeader on what is left out when it is empty.
+const (
+	headerSpecVersion = iota
+	headerType
+	headerContentType
+	headerID
+	headerSource
+	headerSubject
+	headerTime
+	headerSequence
+	headerFirst
+	headerLast
+	headerFormat
+	headerActor
+	headerDigest
+	headerChain
+	headerAppends
+	headerTrace
+
+	firstOptionalHeader = headerAppends
+)
 
 // CommitHeader is the headers of a message that carries a commit. It can be filled in again for
 // another one: the map costs more to make than all that is in it.
@@ -101,6 +125,7 @@ type CommitHeader struct {
 // NewCommitHeader returns headers to be filled in.
 func NewCommitHeader() *CommitHeader {
 	h := &CommitHeader{Header: make(nats.Header, len(headerNames)+2)}
+	h.values[headerSpecVersion], h.values[headerType], h.values[headerContentType] = ceVersion, CommitType, CommitContentType
 	for i, name := range headerNames[:firstOptionalHeader] {
 		h.Header[name] = h.values[i : i+1 : i+1]
 	}
@@ -110,30 +135,34 @@ func NewCommitHeader() *CommitHeader {
 // Fill sets every header to what the commit says, and leaves those alone that are not the
 // commit's.
 func (h *CommitHeader) Fill(c *Commit) {
-	v := [len(headerNames)]string{
-		ceVersion, c.ID, "/sessions/" + Token(c.Session), CommitType, c.Session, c.Time, CommitContentType, c.sequence(),
-		c.First.String(), c.Last.String(), strconv.Itoa(int(c.Format)), c.Actor, c.Digest.String(), c.Chain.String(),
-	}
+	v := &h.values
+	v[headerID], v[headerActor] = percentEncode(c.ID), percentEncode(c.Actor)
+	v[headerSource], v[headerSubject] = "/sessions/"+Token(c.Session), percentEncode(c.Session)
+	v[headerTime] = percentEncode(c.Time)
+	v[headerSequence], v[headerFirst], v[headerLast] = c.sequence(), c.First.String(), c.Last.String()
+	v[headerFormat] = strconv.Itoa(int(c.Format))
+	v[headerDigest], v[headerChain] = c.Digest.String(), c.Chain.String()
+	appends := ""
 	if len(c.Appends) > 0 {
 		b, err := json.Marshal(c.Appends)
 		if err != nil {
 			panic(err) // strings and numbers always encode
 		}
-		v[firstOptionalHeader] = string(b)
+		appends = percentEncode(string(b))
 	}
-	for i := range firstOptionalHeader + 1 {
-		v[i] = percentEncode(v[i])
+	h.setOptional(headerAppends, appends)
+	h.setOptional(headerTrace, c.Trace)
+}
+
+// setOptional sets a header that is there only when it says something. The map changes only when it must.
+func (h *CommitHeader) setOptional(i int, to string) {
+	switch had, has := h.values[i] != "", to != ""; {
+	case has && !had:
+		h.Header[headerNames[i]] = h.values[i : i+1 : i+1]
+	case had && !has:
+		delete(h.Header, headerNames[i])
 	}
-	v[firstOptionalHeader+1] = c.Trace
-	for i := firstOptionalHeader; i < len(v); i++ { // the map changes only when it must
-		switch had, has := h.values[i] != "", v[i] != ""; {
-		case has && !had:
-			h.Header[headerNames[i]] = h.values[i : i+1 : i+1]
-		case had && !has:
-			delete(h.Header, headerNames[i])
-		}
-	}
-	h.values = v
+	h.values[i] = to
 }
 
 // Header returns the headers of the message that carries the commit.

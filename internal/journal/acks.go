@@ -33,6 +33,7 @@ type ackShard struct {
 // waiter is a sender that waits for an answer, and is used again.
 type waiter struct {
 	ch    chan answer // with room for one
+	id    uint64      // of the message; read by the timer, which does not run while it changes
 	timer *time.Timer
 }
 
@@ -46,7 +47,12 @@ func newAcks(conn *nats.Conn) *acks {
 	a := &acks{conn: conn, prefix: conn.NewInbox() + "."}
 	a.out = NewOutbox(conn, func(m *nats.Msg, err error) { a.answer(m.Reply, answer{err: err}) })
 	a.pool.New = func() any {
-		w := &waiter{ch: make(chan answer, 1), timer: time.NewTimer(time.Hour)}
+		w := &waiter{ch: make(chan answer, 1)}
+		w.timer = time.AfterFunc(time.Hour, func() {
+			if a.remove(w.id) != nil { // else an answer is on its way
+				w.ch <- answer{err: nats.ErrTimeout}
+			}
+		})
 		w.timer.Stop()
 		return w
 	}
@@ -106,27 +112,21 @@ func (a *acks) send(msg *nats.Msg, timeout time.Duration) (*nats.Msg, error) {
 	}
 	a.flying.Add(1)
 	defer a.flying.Add(-1)
-	id := a.next.Add(1)
 	w := a.pool.Get().(*waiter)
-	s := &a.shards[id%uint64(len(a.shards))]
+	w.id = a.next.Add(1)
+	s := &a.shards[w.id%uint64(len(a.shards))]
 	s.mu.Lock()
-	s.waiting[id] = w
+	s.waiting[w.id] = w
 	s.mu.Unlock()
-	msg.Reply = a.prefix + strconv.FormatUint(id, 36)
+	msg.Reply = a.prefix + strconv.FormatUint(w.id, 36)
 	w.timer.Reset(timeout)
 	a.out.Publish(msg)
-	select {
-	case got := <-w.ch:
-		w.timer.Stop()
-		a.pool.Put(w)
-		if m := got.msg; m != nil && len(m.Data) == 0 && m.Header.Get("Status") == "503" {
-			return nil, nats.ErrNoResponders
-		}
-		return got.msg, got.err
-	case <-w.timer.C:
-		if a.remove(id) != nil { // else an answer is on its way into the channel: leave that one to it
-			a.pool.Put(w)
-		}
-		return nil, nats.ErrTimeout
+	got := <-w.ch // an answer, a failed send or the timer's: each takes the waiter out of waiting first
+	if w.timer.Stop() {
+		a.pool.Put(w) // else the timer's function runs, or did: it must not see the next message's id
 	}
+	if m := got.msg; m != nil && len(m.Data) == 0 && m.Header.Get("Status") == "503" {
+		return nil, nats.ErrNoResponders
+	}
+	return got.msg, got.err
 }

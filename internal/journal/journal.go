@@ -109,7 +109,7 @@ type Journal struct {
 }
 
 // Faults are points at which a test can get between the journal and the server. All are nil
-// in production.
+// in production. A commit may be gone when the append is: who looks at it later copies it.
 type Faults struct {
 	// BeforePublish may replace the answer to a publish: a non-nil error is taken as the
 	// publish's own and nothing is sent.

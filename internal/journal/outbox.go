@@ -16,8 +16,9 @@ type Outbox struct {
 	conn   *nats.Conn
 	failed func(*nats.Msg, error)
 
-	mu    sync.Mutex // guards queue
+	mu    sync.Mutex // guards all below
 	queue []*nats.Msg
+	spare []*nats.Msg // for the next queue
 }
 
 // NewOutbox returns an outbox for a connection. failed hears of a message that the connection
@@ -39,11 +40,15 @@ func (o *Outbox) Publish(m *nats.Msg) {
 	runtime.Gosched()
 	o.mu.Lock()
 	all := o.queue
-	o.queue = nil
+	o.queue, o.spare = o.spare, nil
 	o.mu.Unlock()
 	for _, m := range all {
 		if err := o.conn.PublishMsg(m); err != nil {
 			o.failed(m, err)
 		}
 	}
+	clear(all)
+	o.mu.Lock()
+	o.spare = all[:0]
+	o.mu.Unlock()
 }

@@ -1,6 +1,8 @@
 package session
 
 import (
+	"sync"
+
 	"palimpsest/internal/events"
 	"palimpsest/internal/lifecycle"
 )
@@ -15,9 +17,7 @@ type Batch struct {
 	marks      []mark
 	violations []*events.Error
 	body       []byte // the lines, each with its line end
-
-	onePlan [1]Plan // where plans and marks begin: most batches are one event
-	oneMark [1]mark
+	commit     events.Commit
 }
 
 // mark is what Rewind needs beside the surface's own undo.
@@ -31,13 +31,35 @@ type mark struct {
 	life              lifecycle.State
 }
 
+// batches are used again, with the memory of their plans and marks.
+var batches = sync.Pool{New: func() any { return new(Batch) }}
+
+// mostReused is how many plans or marks a batch may have had room for to be used again.
+const mostReused = 256
+
 // Begin starts a batch.
 func (s *State) Begin(mode lifecycle.Mode) *Batch {
-	b := &Batch{s: s, mode: mode}
-	b.plans, b.marks = b.onePlan[:0], b.oneMark[:0]
+	b := batches.Get().(*Batch)
+	b.s, b.mode = s, mode
 	b.Mark()
 	return b
 }
+
+// End gives back the memory of a batch that was committed or rolled back, and of its Blank. Neither may be
+// used from then on. What was sealed into another commit stays: the lines are not used again, since
+// events that the state holds are parts of them.
+func (b *Batch) End() {
+	if cap(b.plans) > mostReused || cap(b.marks) > mostReused {
+		return
+	}
+	clear(b.plans)
+	clear(b.marks)
+	*b = Batch{plans: b.plans[:0], marks: b.marks[:0]}
+	batches.Put(b)
+}
+
+// Blank returns an empty commit to be filled in and sealed. It is gone with the batch's End.
+func (b *Batch) Blank() *events.Commit { return &b.commit }
 
 // Mark notes the present point and returns it for Rewind: what follows is one caller's.
 func (b *Batch) Mark() int {
@@ -87,8 +109,10 @@ func (b *Batch) Rewind(to int) {
 	for i := len(b.plans) - 1; i >= m.plans; i-- {
 		b.s.Surface.Undo(&b.plans[i].Change)
 	}
+	clear(b.plans[m.plans:])
 	b.plans, b.violations, b.body = b.plans[:m.plans], b.violations[:m.violations], b.body[:m.body]
 	b.s.Next, b.s.Time, b.s.LogBytes, b.s.Digest, b.s.Writer, b.s.Life = m.next, m.time, m.logBytes, m.digest, m.writer, m.life.Clone()
+	clear(b.marks[to+1:])
 	b.marks = b.marks[:to+1]
 }
 
