@@ -37,6 +37,9 @@ func (c *eraseCmd) Run(ctx context.Context) error {
 	case c.Session != "" && strings.TrimSpace(c.Reason) == "":
 		return bad("expected a --reason")
 	}
+	if err := c.exists(); err != nil {
+		return err
+	}
 	if c.By == "" {
 		u, err := user.Current()
 		if err != nil {

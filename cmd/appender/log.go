@@ -3,7 +3,9 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"os"
 
 	"palimpsest/internal/api"
 	"palimpsest/internal/appender"
@@ -37,6 +39,18 @@ type store struct {
 // was opened is added to the group, to be stopped with it.
 func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.Group) (*store, error) {
 	return f.openPatiently(ctx, name, listen, g, platform.Patience{})
+}
+
+// exists is a usage error when the embedded server would make its store anew, for a command that is of no
+// use on an empty one.
+func (f storeFlags) exists() error {
+	if f.NATS != "" || f.Context != "" {
+		return nil
+	}
+	if _, err := os.Stat(f.Data); errors.Is(err, os.ErrNotExist) {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--data: there is no store at %s; give the directory of one, or --nats", f.Data)}
+	}
+	return nil
 }
 
 // openPatiently is open for a program that serves.

@@ -169,7 +169,7 @@ func (c *replayCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
 	}
-	if err := platform.NotBelow(0, map[string]time.Duration{"max-gap": c.MaxGap}); err != nil {
+	if err := errors.Join(platform.NotBelow(0, map[string]time.Duration{"max-gap": c.MaxGap}), seqs(map[string]*int64{"from": &c.From, "to": c.To})); err != nil {
 		return err
 	}
 	if err := c.checkSubject(); err != nil {
@@ -180,14 +180,23 @@ func (c *replayCmd) Run(ctx context.Context) error {
 		r.To = events.Seq(*c.To)
 	}
 	return c.with(ctx, func(s *store) error {
+		replayed := 0
+		defer func() {
+			if err == nil && replayed == 0 {
+				fmt.Fprintf(os.Stderr, "session %s has no event from seq %d to %s\n", c.Session, r.From, c.last())
+			}
+		}()
 		if c.Subject == "" {
-			return s.auditor().Replay(ctx, c.Session, r, func(e *events.Event, _ *events.Commit) error {
+			err = s.auditor().Replay(ctx, c.Session, r, func(e *events.Event, _ *events.Commit) error {
+				replayed++
 				_, err := os.Stdout.Write(append(e.Line[:len(e.Line):len(e.Line)], '\n'))
 				return err
 			})
+			return err
 		}
 		nc := s.conns.Publish[0]
-		err := s.auditor().Replay(ctx, c.Session, r, func(e *events.Event, _ *events.Commit) error {
+		err = s.auditor().Replay(ctx, c.Session, r, func(e *events.Event, _ *events.Commit) error {
+			replayed++
 			m := nats.NewMsg(c.Subject)
 			m.Header.Set("session", events.Token(c.Session))
 			m.Header.Set("seq", e.Seq.String())
@@ -198,6 +207,14 @@ func (c *replayCmd) Run(ctx context.Context) error {
 		defer cancel()
 		return errors.Join(err, nc.FlushWithContext(flush))
 	})
+}
+
+// last is the end of what is replayed, for people.
+func (c *replayCmd) last() string {
+	if c.To == nil {
+		return "its end"
+	}
+	return fmt.Sprint(*c.To)
 }
 
 // checkSubject refuses subjects that are the product's own: what is published there would be taken for

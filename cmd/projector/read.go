@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -42,6 +43,22 @@ type viewFlags struct {
 	Fresh   bool          `help:"Fold what the log holds beyond the projection."`
 	At      *int64        `help:"As of this seq."`
 	JSON    bool          `name:"json" help:"Print what the HTTP API answers."`
+}
+
+// AfterApply says what is wrong with the flags, when the command line has been read.
+func (f viewFlags) AfterApply() error {
+	return errors.Join(f.NATSFlags.AfterApply(), seqs(map[string]*int64{"min-seq": f.MinSeq, "at": f.At}))
+}
+
+// seqs is a usage error that names the first flag that was given and is no seq.
+func seqs(flags map[string]*int64) error {
+	given := map[string]int64{}
+	for name, v := range flags {
+		if v != nil {
+			given[name] = *v
+		}
+	}
+	return platform.NotBelow(0, given)
 }
 
 func (f *viewFlags) query() url.Values {
@@ -211,15 +228,14 @@ type rangeFlags struct {
 	JSON    bool   `name:"json" help:"Print JSON for pipes."`
 }
 
-func (f *rangeFlags) check() error {
-	return platform.NotBelow(0, map[string]int64{"limit": int64(f.Limit)})
+// AfterApply says what is wrong with the flags, when the command line has been read.
+func (f rangeFlags) AfterApply() error {
+	limit := int64(f.Limit)
+	return errors.Join(f.NATSFlags.AfterApply(), seqs(map[string]*int64{"from": &f.From, "to": f.To, "limit": &limit}))
 }
 
 // pages reads a paged answer of the read API to its end, or to the limit.
 func (f *rangeFlags) pages(ctx context.Context, tail, list string, q url.Values, item func(json.RawMessage) error) error {
-	if err := f.check(); err != nil {
-		return err
-	}
 	return f.with(ctx, func(s *store) error {
 		left := f.Limit
 		q.Set("from", fmt.Sprint(f.From))
@@ -260,9 +276,6 @@ type transcriptCmd struct{ rangeFlags }
 
 func (c *transcriptCmd) Run(ctx context.Context) error {
 	if c.JSON {
-		if err := c.check(); err != nil {
-			return err
-		}
 		return c.with(ctx, func(s *store) error {
 			q := url.Values{"from": {fmt.Sprint(c.From)}}
 			if c.Limit > 0 {

@@ -6,9 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/http"
 	"net/url"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"time"
 
@@ -129,9 +131,9 @@ func (rt *router) dispatch(w http.ResponseWriter, r *http.Request) error {
 	}
 	h, ok := methods[method]
 	if !ok {
-		var allowed []string
-		for m := range methods {
-			allowed = append(allowed, m)
+		allowed := slices.Sorted(maps.Keys(methods))
+		if methods[http.MethodGet] != nil {
+			allowed = append(allowed, http.MethodHead)
 		}
 		w.Header().Set("Allow", strings.Join(allowed, ", "))
 		return &events.Error{Code: events.CodeMethod, Detail: fmt.Sprintf("%s is not allowed here; expected %s", r.Method, strings.Join(allowed, " or "))}

@@ -45,6 +45,9 @@ func (a *Appender) Compact(ctx context.Context, r CompactRequest) (*Receipt, err
 	if err != nil {
 		return nil, err
 	}
+	if c := string(content); c == `[]` || c == `[{"type":"text","text":""}]` {
+		return nil, &events.Error{Code: events.CodeBadRequest, Session: r.Session, Detail: "summary: expected a text or an array of content blocks with something in it, found nothing: the range would be lost to the model"}
+	}
 	if err := checkAllow(r.Session, r.Allow); err != nil {
 		return nil, err
 	}

@@ -19,6 +19,11 @@ type NATSFlags struct {
 	ConnectWait time.Duration `help:"How long to try to connect at start; a program that serves tries again for as long as --start-wait, and no longer." default:"10s"`
 }
 
+// AfterApply says what is wrong with the flags, when the command line has been read.
+func (f NATSFlags) AfterApply() error {
+	return NotBelow(0, map[string]time.Duration{"connect-wait": f.ConnectWait})
+}
+
 // Config returns the connection that the flags describe.
 func (f NATSFlags) Config(name string) ConnConfig {
 	return ConnConfig{

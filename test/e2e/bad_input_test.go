@@ -196,6 +196,11 @@ func TestBadQueriesAndPathsAreRefused(t *testing.T) {
 			t.Parallel()
 			a, err := c.client.Do(t.Context(), c.method, c.path, c.body)
 			clientProblem(t, a, err)
+			if c.method == http.MethodDelete {
+				if got := a.Header.Get("Allow"); got != "GET, HEAD" {
+					t.Errorf("Allow: %q", got)
+				}
+			}
 		})
 	}
 }

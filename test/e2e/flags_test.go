@@ -27,6 +27,14 @@ func TestFlagsThatCannotBeMeantAreUsageErrors(t *testing.T) {
 		{"projector", "sessions --limit=-1", "--limit: expected 0 or more, found -1"},
 		{"projector", "events s --limit=-1", "--limit: expected 0 or more, found -1"},
 		{"projector", "transcript s --json --limit=-1", "--limit: expected 0 or more, found -1"},
+		{"projector", "events s --from=-1", "--from: expected 0 or more, found -1"},
+		{"projector", "transcript s --to=-1", "--to: expected 0 or more, found -1"},
+		{"projector", "replay s --from=-1", "--from: expected 0 or more, found -1"},
+		{"projector", "messages s --at=-1", "--at: expected 0 or more, found -1"},
+		{"projector", "surface s --min-seq=-1", "--min-seq: expected 0 or more, found -1"},
+		{"projector", "sessions --connect-wait=-1s", "--connect-wait: expected 0s or more, found -1s"},
+		{"appender", "erase --finish --by ann --data " + filepath.Join(empty, "none"), "there is no store at " + filepath.Join(empty, "none")},
+		{"appender", "import x --connect-wait=-1s", "--connect-wait: expected 0s or more, found -1s"},
 		{"projector", "sessions --event-types user/message", `"user/message" is built in`},
 		{"projector", "sessions --event-types a/b,turn/start", `"turn/start" is built in`},
 		{"projector", "sessions --event-types a/b,-", `"-"`},
@@ -47,8 +55,11 @@ func TestFlagsThatCannotBeMeantAreUsageErrors(t *testing.T) {
 		t.Run(c.name+" "+c.args, func(t *testing.T) {
 			t.Parallel()
 			args := strings.Fields(c.args)
-			if words := args[0] + " "; !strings.Contains(words+args[1], "health") && args[0] != "quarantine" {
-				args = append(args, "--nats", "nats://127.0.0.1:1", "--connect-wait", "1ms") // where nobody answers
+			if words := args[0] + " "; !strings.Contains(c.args, "--data") && !strings.Contains(words+args[1], "health") && args[0] != "quarantine" {
+				args = append(args, "--nats", "nats://127.0.0.1:1") // where nobody answers
+				if !strings.Contains(c.args, "--connect-wait") {
+					args = append(args, "--connect-wait", "1ms")
+				}
 			}
 			r := harness.Run(t, c.name, args...)
 			if r.Code != 2 || !strings.Contains(r.Stderr, c.want) || r.Stdout != "" {
