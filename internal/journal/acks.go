@@ -21,8 +21,8 @@ type acks struct {
 	pool   sync.Pool    // of *waiter
 	shards [16]ackShard
 
-	mu  sync.Mutex
-	sub *nats.Subscription // nil until the first message is sent
+	opening sync.Mutex // held while the inbox is subscribed to
+	opened  atomic.Bool
 }
 
 type ackShard struct {
@@ -64,9 +64,12 @@ func newAcks(conn *nats.Conn) *acks {
 
 // open subscribes to the inbox. The subscription lives as long as the connection.
 func (a *acks) open() error {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.sub != nil {
+	if a.opened.Load() {
+		return nil
+	}
+	a.opening.Lock()
+	defer a.opening.Unlock()
+	if a.opened.Load() {
 		return nil
 	}
 	sub, err := a.conn.Subscribe(a.prefix+"*", a.answered)
@@ -77,7 +80,7 @@ func (a *acks) open() error {
 	if err := sub.SetPendingLimits(-1, -1); err != nil {
 		return err
 	}
-	a.sub = sub
+	a.opened.Store(true)
 	return nil
 }
 
