@@ -144,6 +144,9 @@ func damagedValue(session string, err error) error {
 
 // FillPages reads pages into a snapshot. gone reports that one of them is not there (any more).
 func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (gone bool, err error) {
+	if len(pages) == 0 {
+		return false, nil
+	}
 	s = s.Pin(ctx)
 	missing := s.fillCached(snap, pages)
 	for len(missing) > 0 {
