@@ -11,6 +11,7 @@ import (
 
 	"palimpsest/internal/cache"
 	"palimpsest/internal/events"
+	"palimpsest/internal/platform"
 	"palimpsest/internal/projection"
 	"palimpsest/internal/provider"
 )
@@ -141,7 +142,9 @@ func (s *projectorAPI) messages(w http.ResponseWriter, r *http.Request, id strin
 	}
 	w.Header().Set("Content-Type", typeJSON)
 	w.Header().Set("Content-Length", strconv.Itoa(l.size()))
-	w.WriteHeader(http.StatusOK)
-	_ = l.writeTo(w) // the client may be gone
+	platform.SendTogether(r.Context(), w, func() {
+		w.WriteHeader(http.StatusOK)
+		_ = l.writeTo(w) // the client may be gone
+	})
 	return nil
 }

@@ -146,7 +146,7 @@ func (s *projectorAPI) view(w http.ResponseWriter, r *http.Request, id string, m
 
 // matches reports whether an If-None-Match names the tag.
 func matches(header, etag string) bool {
-	for _, t := range strings.Split(header, ",") {
+	for t := range strings.SplitSeq(header, ",") {
 		if t = strings.TrimSpace(t); t == "*" || strings.TrimPrefix(t, "W/") == etag {
 			return true
 		}

@@ -82,8 +82,10 @@ func (rt *router) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // whenEnded is the error of a request whose context has ended: the program stops, or the client is gone
 // and nobody reads it.
 func whenEnded(ctx context.Context, err error) error {
-	var e *events.Error
-	if err == nil || ctx.Err() == nil || errors.As(err, &e) {
+	if err == nil || ctx.Err() == nil {
+		return err
+	}
+	if e := (*events.Error)(nil); errors.As(err, &e) {
 		return err
 	}
 	return &events.Error{Code: events.CodeUnavailable, Cause: err, Detail: "the server is stopping; try again"}

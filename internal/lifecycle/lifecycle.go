@@ -123,7 +123,9 @@ func Restore(sn Snapshot) *State {
 // Clone returns a copy that changes on its own. It is cheap: the copies share what they hold
 // until one of them changes it.
 func (s *State) Clone() *State {
-	s.shared = true
+	if !s.shared { // else it is not written: others may be copying it
+		s.shared = true
+	}
 	c := *s
 	c.unread = slices.Clip(s.unread)
 	return &c

@@ -116,6 +116,7 @@ func Serve(cfg HTTPConfig) *HTTPServer {
 		IdleTimeout:       h.cfg.IdleTimeout,
 		MaxHeaderBytes:    h.cfg.MaxHeaderBytes,
 		BaseContext:       func(net.Listener) context.Context { return base },
+		ConnContext:       withConn,
 		ErrorLog:          slog.NewLogLogger(h.cfg.Logger.Handler(), slog.LevelWarn),
 	}
 	// Runs after the listener is closed: no new request meets a context that is cancelled already.
@@ -151,7 +152,7 @@ func (h *HTTPServer) serve(ctx context.Context, ready func()) error {
 		if h.srv.TLSConfig != nil {
 			served <- h.srv.ServeTLS(ln, "", "")
 		} else {
-			served <- h.srv.Serve(ln)
+			served <- h.srv.Serve(gatheringListener{ln})
 		}
 	}()
 	ready()

@@ -47,6 +47,14 @@ func New(id string, f events.Format, header []byte, keep surface.Keep) *State {
 	}
 }
 
+// Copy returns a state that changes on its own. Copies may be made concurrently of a state that has been
+// copied once and does not change.
+func (s *State) Copy() *State {
+	c := *s
+	c.Surface, c.Life = s.Surface.Copy(), s.Life.Clone()
+	return &c
+}
+
 // Last returns the seq of the last event, NoSeq when there is none.
 func (s *State) Last() events.Seq { return s.Next - 1 }
 

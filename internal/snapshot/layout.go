@@ -191,9 +191,10 @@ func (s *Snapshot) Flush() (*Flush, error) {
 	}
 	s.letGo()
 	s.dropped = nil
-	// The head has all messages of the tail: so the commits that they came with can go.
+	// The head has all messages of the tail: so the commits that they came with can go. Bodies that others
+	// have too stay as they are.
 	for i, at := range places {
-		if m := s.Surface.Node(s.tailAt + i).Body; at.end > 0 {
+		if m := s.Surface.Node(s.tailAt + i).Body; at.end > 0 && !s.shares {
 			m.Move(f.Head.Value[at.from:at.end:at.end])
 		}
 	}

@@ -8,6 +8,7 @@ import (
 	"github.com/synadia-io/orbit.go/jetstreamext"
 
 	"palimpsest/internal/cache"
+	"palimpsest/internal/surface"
 )
 
 // Pages that are read with one request, at most: so many, and so many bytes of their events'
@@ -25,7 +26,7 @@ const readBytes = 32 << 20
 const DefaultPageCache = 128 << 20
 
 // pageCache holds what was parsed of the values of a bucket, by bucket and key: pages and index
-// pages, which are created once and never rewritten, and heads, each of one revision.
+// pages, which are created once and never rewritten, and what heads say, each of one revision.
 //
 // There are two exceptions. A page of a damaged snapshot is written over, and Write forgets it;
 // and a power cut can take the newest writes of a single server, after which a number or a
@@ -36,8 +37,8 @@ type pageCache = cache.Cache[[2]string, kept]
 type kept struct {
 	page     *Page
 	index    *IndexPage
-	head     *Head
-	revision uint64 // of the head
+	snap     *Snapshot // as the head has it, to be copied; the messages of sealed pages are not in it
+	revision uint64    // of the head
 }
 
 func newPageCache(bytes int) *pageCache { return cache.New[[2]string, kept](bytes) }
@@ -51,8 +52,9 @@ func (s *Store) cache() *pageCache {
 	return c
 }
 
-// readHead is Head through the cache: a head that did not change is not parsed again.
-func (s *Store) readHead(ctx context.Context, session string) (*Head, uint64, error) {
+// unfilled is Load through the cache: a head that did not change is not read into a snapshot again. An index
+// page that is not there is errNoValue.
+func (s *Store) unfilled(ctx context.Context, session string) (*Snapshot, uint64, error) {
 	c, key := s.cache(), s.cached(HeadKey(session))
 	raw, rev, err := s.get(ctx, HeadKey(session))
 	if errors.Is(err, errNoValue) {
@@ -61,14 +63,20 @@ func (s *Store) readHead(ctx context.Context, session string) (*Head, uint64, er
 	if err != nil {
 		return nil, 0, err
 	}
-	if k, ok := c.Get(key); ok && k.revision == rev && k.head.Session == session {
-		return k.head, rev, nil
+	if k, ok := c.Get(key); ok && k.revision == rev && k.snap.ID == session {
+		return k.snap.copied(), rev, nil
 	}
 	h, err := ParseHead(raw, session)
-	if err == nil {
-		c.Put(key, kept{head: h, revision: rev}, len(raw)+len(h.Tail)*int(unsafe.Sizeof(PageNode{})))
+	if err != nil {
+		return nil, rev, err
 	}
-	return h, rev, err
+	snap, err := s.restore(ctx, h, surface.KeepBodies)
+	if err != nil {
+		return nil, rev, err
+	}
+	first := snap.copied()
+	c.Put(key, kept{snap: snap, revision: rev}, snap.Bytes()+len(snap.Pages())*int(unsafe.Sizeof(page{})))
+	return first, rev, nil
 }
 
 // indexPage reads an index page.

@@ -2,6 +2,7 @@ package snapshot_test
 
 import (
 	"slices"
+	"sync"
 	"testing"
 
 	"palimpsest/internal/events"
@@ -60,4 +61,68 @@ func TestPagesAreReadOnce(t *testing.T) {
 	store.CachePages(0)
 	read(1)
 	read(1)
+}
+
+// Reads of one head share what was read of it, and whoever goes on from there does not show it to others.
+func TestSnapshotsOfOneHeadChangeOnTheirOwn(t *testing.T) {
+	t.Parallel()
+	store, _, _ := open(t)
+	ctx := journaltest.Context(t)
+	b, _ := small(t)
+	half := len(b.commits) / 2
+	s := snapshot.New(sessionID, events.Format3, surface.KeepBodies)
+	for _, c := range b.commits[:half] {
+		if err := s.Fold(c, vocabulary, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	f, err := s.Flush()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := store.Write(ctx, f, 0); err != nil {
+		t.Fatal(err)
+	}
+	_, before := refold(t, b.commits[:half])
+	_, after := refold(t, b.commits)
+	var wg sync.WaitGroup
+	for i := range 8 {
+		wg.Go(func() {
+			for range 3 {
+				full, _, err := store.Full(ctx, sessionID)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if i%4 == 1 {
+					if _, err := full.Flush(); err != nil {
+						t.Error(err)
+					}
+					continue
+				}
+				want := before
+				if i%2 == 0 {
+					want = after
+					for _, c := range b.commits[half:] {
+						if err := full.Fold(c, vocabulary, nil); err != nil {
+							t.Error(err)
+							return
+						}
+					}
+				}
+				raws, err := full.Surface.Messages()
+				if err != nil {
+					t.Error(err)
+				}
+				got := make([]string, len(raws))
+				for k, m := range raws {
+					got[k] = string(m)
+				}
+				if !slices.Equal(got, want) {
+					t.Error("the messages are not those of the log")
+				}
+			}
+		})
+	}
+	wg.Wait()
 }

@@ -6,6 +6,7 @@ package snapshot
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"unsafe"
 
 	"palimpsest/internal/events"
@@ -57,6 +58,19 @@ type Snapshot struct {
 	filled    bool  // bodies were read back from pages
 	held      int   // bytes that the bodies of nodes are parts of, as far as they were written or read
 	dropped   []string
+	shares    bool // bodies, with others
+}
+
+// copied returns a snapshot that changes on its own. The bodies are the same: they were read, and do not change.
+func (s *Snapshot) copied() *Snapshot {
+	c := *s
+	c.State = s.State.Copy()
+	c.groups = slices.Clone(s.groups)
+	for i := range c.groups {
+		c.groups[i].pages = slices.Clone(c.groups[i].pages)
+	}
+	c.open, c.dropped, c.shares = slices.Clone(s.open), slices.Clone(s.dropped), true
+	return &c
 }
 
 // New returns the snapshot of a session without events.

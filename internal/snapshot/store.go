@@ -110,30 +110,29 @@ func (s *Store) Load(ctx context.Context, session string, keep surface.Keep) (*S
 	if err != nil {
 		return nil, 0, err
 	}
-	return s.load(ctx, session, keep, s.Head)
-}
-
-func (s *Store) load(ctx context.Context, session string, keep surface.Keep, head func(context.Context, string) (*Head, uint64, error)) (*Snapshot, uint64, error) {
 	for try := 0; ; try++ {
-		h, rev, err := head(ctx, session)
+		h, rev, err := s.Head(ctx, session)
 		if err != nil || h == nil {
 			return nil, rev, err
 		}
-		index := make([]*IndexPage, len(h.Index))
-		for i, n := range h.Index {
-			if index[i], err = s.indexPage(ctx, IndexKey(events.Token(session), n)); err != nil {
-				break
-			}
-		}
+		snap, err := s.restore(ctx, h, keep)
 		if errors.Is(err, errNoValue) && try < tornReads { // the head moved on, and the page went
 			continue
 		}
-		if err != nil {
-			return nil, rev, damagedValue(session, err)
-		}
-		snap, err := Restore(h, index, keep)
-		return snap, rev, err
+		return snap, rev, damagedValue(session, err)
 	}
+}
+
+// restore reads a head's index pages and makes the snapshot. A page that is not there is errNoValue.
+func (s *Store) restore(ctx context.Context, h *Head, keep surface.Keep) (*Snapshot, error) {
+	index := make([]*IndexPage, len(h.Index))
+	for i, n := range h.Index {
+		var err error
+		if index[i], err = s.indexPage(ctx, IndexKey(events.Token(h.Session), n)); err != nil {
+			return nil, err
+		}
+	}
+	return Restore(h, index, keep)
 }
 
 func damagedValue(session string, err error) error {
@@ -145,6 +144,9 @@ func damagedValue(session string, err error) error {
 
 // FillPages reads pages into a snapshot. gone reports that one of them is not there (any more).
 func (s *Store) FillPages(ctx context.Context, snap *Snapshot, pages []int64) (gone bool, err error) {
+	if len(pages) == 0 {
+		return false, nil
+	}
 	s = s.Pin(ctx)
 	missing := s.fillCached(snap, pages)
 	for len(missing) > 0 {
@@ -219,19 +221,21 @@ func (s *Store) Full(ctx context.Context, session string) (*Snapshot, uint64, er
 		return nil, 0, err
 	}
 	for try := 0; ; try++ {
-		snap, rev, err := s.load(ctx, session, surface.KeepBodies, s.readHead)
-		if err != nil || snap == nil {
-			return nil, 0, err
+		snap, rev, err := s.unfilled(ctx, session)
+		if snap == nil && err == nil {
+			return nil, 0, nil
 		}
-		gone, err := s.FillPages(ctx, snap, snap.Pages())
-		if err != nil {
-			return nil, 0, err
+		if err == nil {
+			var gone bool
+			if gone, err = s.FillPages(ctx, snap, snap.Pages()); gone {
+				err = errNoValue
+			}
 		}
-		if !gone {
+		switch {
+		case err == nil:
 			return snap, rev, nil
-		}
-		if try == tornReads {
-			return nil, 0, damagedValue(session, errNoValue)
+		case !errors.Is(err, errNoValue) || try == tornReads:
+			return nil, 0, damagedValue(session, err)
 		}
 	}
 }

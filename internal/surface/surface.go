@@ -132,6 +132,13 @@ func Restore(f events.Format, k Keep, generation int64, nodes []Node) *State {
 	return &State{format: f, keep: k, nodes: nodes, generation: generation}
 }
 
+// Copy returns a surface that changes on its own. The nodes' bodies are the same.
+func (s *State) Copy() *State {
+	c := *s
+	c.nodes = slices.Clone(s.nodes)
+	return &c
+}
+
 // Format returns the format of the session's events.
 func (s *State) Format() events.Format { return s.format }
 
