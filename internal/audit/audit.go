@@ -4,10 +4,8 @@ package audit
 
 import (
 	"context"
-	"encoding/hex"
 	"errors"
 	"fmt"
-	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -21,7 +19,6 @@ import (
 	"palimpsest/internal/lifecycle"
 	"palimpsest/internal/projection"
 	"palimpsest/internal/snapshot"
-	"palimpsest/internal/surface"
 )
 
 // Checks that a finding names.
@@ -125,11 +122,11 @@ type Options struct {
 	// finding. Defaults to 10 s.
 	Wait time.Duration
 	// Parallel is how many sessions are verified at a time, and by All how many partitions of
-	// the log, at most. Defaults to 8.
+	// the log where it reads them one by one, at most. Defaults to 8.
 	Parallel int
 	// Memory is how many bytes of sessions All keeps at a time, about. Where they do not fit, it
-	// reads fewer partitions at a time, and where those of one do not, it reads that several
-	// times. Defaults to 256 MiB.
+	// reads the log a few times, or partitions one by one, and where the sessions of one do not
+	// fit, that several times. Defaults to 256 MiB.
 	Memory int64
 	// Trusted are public nkeys: what they signed is compared with the log. Without any,
 	// attestations are not looked at.
@@ -324,7 +321,7 @@ func (a *Auditor) sessions(ctx context.Context, o Options) (ids []string, logged
 // Session verifies one session.
 func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionReport, error) {
 	o = o.withDefaults()
-	v, err := a.begin(ctx, id)
+	v, err := a.begin(ctx, id, o)
 	if err != nil {
 		return nil, err
 	}
@@ -342,11 +339,11 @@ func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionRe
 }
 
 // begin reads a session's header, and makes sure that there is something to verify.
-func (a *Auditor) begin(ctx context.Context, id string) (*verifier, error) {
+func (a *Auditor) begin(ctx context.Context, id string, o Options) (*verifier, error) {
 	if err := events.CheckSessionID(id); err != nil {
 		return nil, err
 	}
-	v := &verifier{a: a, id: id, life: lifecycle.New(), inherited: events.NoSeq, shedAt: mostShed, pages: map[string]pageID{}, digest: events.SeedDigest(id),
+	v := &verifier{a: a, id: id, logOnly: o.LogOnly, life: lifecycle.New(), inherited: events.NoSeq, digest: events.SeedDigest(id),
 		r: &SessionReport{Session: id, LastSeq: events.NoSeq, HeadSeq: events.NoSeq, Findings: []Finding{}}}
 	var err error
 	v.header, err = a.headers.Get(ctx, id)
@@ -376,7 +373,7 @@ func (a *Auditor) begin(ctx context.Context, id string) (*verifier, error) {
 		format, v.chained = v.header.Format, true
 		v.chain = events.SeedChain(id, v.header.Raw)
 	}
-	v.snap = snapshot.New(id, format, surface.KeepBodies)
+	v.snap = snapshot.NewBare(id, format)
 	return v, nil
 }
 
@@ -390,7 +387,7 @@ func (v *verifier) finish(ctx context.Context, o Options) (*SessionReport, error
 			return nil, err
 		}
 	}
-	if !o.LogOnly && v.snap != nil {
+	if !v.logOnly && v.snap != nil {
 		if err := v.projection(ctx, o.Wait); err != nil {
 			return nil, err
 		}
@@ -424,9 +421,8 @@ type verifier struct {
 	inherited events.Seq    // the last seq that was inherited from the parent, NoSeq for none
 	seed      events.Digest // of the event at inherited
 
-	shedAt int64             // at how many bytes pages are let go of
-	unshed int64             // bytes that were folded since pages were last let go of
-	pages  map[string]pageID // pages that were let go of, by key
+	logOnly  bool        // heads and pages are left out
+	messages messageSums // of the nodes, and of others that were some
 }
 
 func (v *verifier) find(f Finding) {
@@ -515,10 +511,10 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		return nil
 	}
 	if v.snap != nil && !v.chained && v.r.Commits == 0 { // no header says which format it is
-		v.snap = snapshot.New(v.id, c.Format, surface.KeepBodies)
+		v.snap = snapshot.NewBare(v.id, c.Format)
 	}
-	if well, err := v.quick(ctx, c); well || err != nil {
-		return err
+	if v.quick(c) {
+		return nil
 	}
 	v.r.Commits++
 	at := func(seq events.Seq) Finding { return Finding{Seq: &seq, StreamSeq: c.StreamSeq} }
@@ -577,11 +573,7 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		v.snap = nil
 		return nil
 	}
-	bad, err := v.fold(ctx, c, nil)
-	if err != nil {
-		return err
-	}
-	if bad != nil {
+	if bad := v.fold(c, nil); bad != nil {
 		v.broken(c, v.snap.Next, bad)
 		v.snap = nil
 	}
@@ -658,20 +650,8 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 		if err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
 			return err
 		}
-		var want *snapshot.Flush
-		if err == nil {
-			var bad error
-			if want, bad = v.snap.Expect((*room)[:0]); bad != nil {
-				v.find(Finding{Check: CheckRule, Detail: bad.Error()})
-				return nil
-			}
-			*room = want.Head.Value
-		}
 		var head *snapshot.Head
-		if err == nil && string(kv.Value()) == string(want.Head.Value) { // the usual case: no need to read it
-			head = &snapshot.Head{Seq: v.snap.Last()}
-			v.r.HeadSeq = head.Seq
-		} else if err == nil {
+		if err == nil {
 			if head, err = snapshot.ParseHead(kv.Value(), v.id); err != nil {
 				v.find(Finding{Check: CheckHead, Key: snapshot.HeadKey(v.id), Detail: err.Error()})
 				return nil
@@ -707,7 +687,7 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 				Detail: "the head is ahead of the log: events that were projected are gone from it"})
 			return nil
 		}
-		again, err := v.compare(ctx, want, kv.Value())
+		again, err := v.compare(ctx, head, kv.Value(), room)
 		if err != nil || !again {
 			return err
 		}
@@ -726,53 +706,52 @@ func (v *verifier) foldOn(ctx context.Context, streamSeq uint64) (more bool, err
 }
 
 // compare compares the stored values with what they should be. again reports that the head
-// moved on while its pages were read.
-func (v *verifier) compare(ctx context.Context, want *snapshot.Flush, head []byte) (again bool, err error) {
+// moved on while its pages were read. room is where the head that should be is written.
+func (v *verifier) compare(ctx context.Context, head *snapshot.Head, raw []byte, room *[]byte) (again bool, err error) {
 	var found []Finding
-	if d := snapshot.Difference(want.Head.Value, head); d != "" {
+	want, err := v.snap.ExpectHead((*room)[:0], (&retold{ctx: ctx, v: v, nodes: head.Tail}).message)
+	if err != nil {
+		return false, err
+	}
+	*room = want
+	key := snapshot.HeadKey(v.id)
+	if d := snapshot.Difference(want, raw); d != "" {
 		last := v.snap.Last()
-		found = append(found, Finding{Check: CheckHead, Seq: &last, Key: want.Head.Key, Detail: d})
+		found = append(found, Finding{Check: CheckHead, Seq: &last, Key: key, Detail: d})
 	}
-	kv := v.a.buckets.Snapshots.KV()
-	for _, key := range slices.Sorted(maps.Keys(v.pages)) {
-		if slices.Contains(want.Unreferenced, key) {
-			continue
-		}
+	kv, pages := v.a.buckets.Snapshots.KV(), 0
+	err = v.snap.ExpectPages(func(key string, value func(snapshot.Messages) ([]byte, error)) error {
+		pages++
 		got, err := kv.Get(ctx, key)
-		switch {
-		case errors.Is(err, jetstream.ErrKeyNotFound):
+		if errors.Is(err, jetstream.ErrKeyNotFound) {
 			found = append(found, Finding{Check: CheckPage, Key: key, Detail: "the page is missing"})
-		case err != nil:
-			return false, err
-		default:
-			if want, is := v.pages[key], sum(got.Value()); is != want {
-				found = append(found, Finding{Check: CheckPage, Key: key, Expected: "SHA-256 " + hex.EncodeToString(want[:]), Found: hex.EncodeToString(is[:]), Detail: "the page differs from a fresh fold"})
-			}
+			return nil
 		}
-	}
-	for _, p := range want.Pages {
-		got, err := kv.Get(ctx, p.Key)
-		switch {
-		case errors.Is(err, jetstream.ErrKeyNotFound):
-			found = append(found, Finding{Check: CheckPage, Key: p.Key, Detail: "the page is missing"})
-		case err != nil:
-			return false, err
-		default:
-			if d := snapshot.Difference(p.Value, got.Value()); d != "" {
-				found = append(found, Finding{Check: CheckPage, Key: p.Key, Detail: d})
-			}
+		if err != nil {
+			return err
 		}
+		want, err := value((&retold{ctx: ctx, v: v, page: got.Value()}).message)
+		if err != nil {
+			return err
+		}
+		if d := snapshot.Difference(want, got.Value()); d != "" {
+			found = append(found, Finding{Check: CheckPage, Key: key, Detail: d})
+		}
+		return nil
+	})
+	if err != nil {
+		return false, err
 	}
 	if found != nil {
-		now, err := kv.Get(ctx, want.Head.Key)
+		now, err := kv.Get(ctx, key)
 		if err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
 			return false, err
 		}
-		if err == nil && string(now.Value()) != string(head) {
+		if err == nil && string(now.Value()) != string(raw) {
 			return true, nil
 		}
 	}
-	v.r.Pages += len(want.Pages) + len(v.pages)
+	v.r.Pages += pages
 	for _, f := range found {
 		v.find(f)
 	}

@@ -170,7 +170,7 @@ func (a *Auditor) Fleet(ctx context.Context) (*FleetUsage, error) {
 	out := &FleetUsage{Usage: Usage{Tokens: Tokens{}, Models: map[string]Tokens{}}, Sessions: []*SessionUsage{}}
 	err = parallel(ctx, atATime, parts, func(p int) error {
 		ns := map[string]*usageCounter{}
-		complete, err := a.partition(ctx, p, info.State.LastSeq, pullOf(info, atATime), func(d journal.Delivery) error {
+		complete, err := a.partitions(ctx, []int{p}, info.State.LastSeq, pullOf(info, atATime), func(d journal.Delivery) error {
 			if d.Err != nil && errors.Is(d.Err, events.ErrErased) {
 				delete(ns, d.Session)
 				return nil
