@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"math"
 	"slices"
 	"strings"
@@ -186,7 +187,7 @@ func (a *Auditor) Some(ctx context.Context, ids []string, o Options) (*Report, e
 	if o.Begin != nil {
 		o.Begin(len(ids))
 	}
-	err := parallel(ctx, o.Parallel, ids, func(id string) error {
+	err := parallel(ctx, o.Parallel, slices.Values(ids), func(id string) error {
 		r, err := a.Session(ctx, id, o)
 		if err == nil {
 			out.add(r)
@@ -211,7 +212,7 @@ func (o Options) withDefaults() Options {
 
 // parallel calls f for each item, some at a time. All errors come back joined; one does not
 // stop the others, the end of ctx does.
-func parallel[T any](ctx context.Context, n int, items []T, f func(T) error) error {
+func parallel[T any](ctx context.Context, n int, items iter.Seq[T], f func(T) error) error {
 	var mu sync.Mutex
 	var wg sync.WaitGroup
 	var failed error
@@ -227,7 +228,7 @@ func parallel[T any](ctx context.Context, n int, items []T, f func(T) error) err
 			}
 		})
 	}
-	for _, it := range items {
+	for it := range items {
 		if ctx.Err() != nil {
 			break
 		}
@@ -335,7 +336,7 @@ func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionRe
 	if err := v.read(ctx, 0, math.MaxUint64); err != nil {
 		return nil, err
 	}
-	return v.finish(ctx, o)
+	return v.finish(ctx, o, nil)
 }
 
 // begin reads a session's header, and makes sure that there is something to verify.
@@ -377,8 +378,9 @@ func (a *Auditor) begin(ctx context.Context, id string, o Options) (*verifier, e
 	return v, nil
 }
 
-// finish checks what only a log that was read to its end can be compared with.
-func (v *verifier) finish(ctx context.Context, o Options) (*SessionReport, error) {
+// finish checks what only a log that was read to its end can be compared with. head is what the bucket
+// held for the session a moment ago, nil when that is not known.
+func (v *verifier) finish(ctx context.Context, o Options, head []byte) (*SessionReport, error) {
 	if v.buried || v.tombstone != nil {
 		return v.r, v.erasure(ctx)
 	}
@@ -388,7 +390,7 @@ func (v *verifier) finish(ctx context.Context, o Options) (*SessionReport, error
 		}
 	}
 	if !v.logOnly && v.snap != nil {
-		if err := v.projection(ctx, o.Wait); err != nil {
+		if err := v.projection(ctx, o.Wait, head); err != nil {
 			return nil, err
 		}
 	}
@@ -626,8 +628,9 @@ func (v *verifier) lifecycle(e *events.Event) {
 	v.life.Apply(e)
 }
 
-// projection compares head, pages and index pages with the fresh fold.
-func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
+// projection compares head, pages and index pages with the fresh fold. raw is the head as of a moment ago,
+// nil when that is not known.
+func (v *verifier) projection(ctx context.Context, wait time.Duration, raw []byte) error {
 	if v.next == 0 {
 		head, _, err := v.a.buckets.Snapshots.Head(ctx, v.id)
 		if err != nil && !errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}) {
@@ -644,6 +647,14 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 			v.a.rooms.Put(room)
 		}
 	}()
+	if raw != nil {
+		if head, err := snapshot.ParseHead(raw, v.id); err == nil && head.Seq == v.snap.Last() {
+			v.r.HeadSeq = head.Seq
+			if again, err := v.compare(ctx, head, raw, room); err != nil || !again {
+				return err
+			}
+		}
+	}
 	deadline := time.Now().Add(wait)
 	for {
 		kv, err := v.a.buckets.Snapshots.KV().Get(ctx, snapshot.HeadKey(v.id))

@@ -3,7 +3,9 @@ package audit
 import (
 	"context"
 	"errors"
+	"iter"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -72,7 +74,7 @@ func (a *Auditor) stream(ctx context.Context, ids []string, logged map[string]ui
 		}
 	}
 	pull := pullOf(info, at)
-	return parallel(ctx, at, groups, func(g group) error {
+	return parallel(ctx, at, slices.Values(groups), func(g group) error {
 		return a.group(ctx, g, info.State.LastSeq, pull, out)
 	})
 }
@@ -129,7 +131,7 @@ func (g group) weight() (n int64) {
 func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out *collector) error {
 	var mu sync.Mutex
 	vs := make(map[string]*verifier, len(g.ids))
-	failed := parallel(ctx, finishing, g.ids, func(id string) error {
+	failed := parallel(ctx, finishing, slices.Values(g.ids), func(id string) error {
 		v, err := a.begin(ctx, id, out.o)
 		if err == nil {
 			v.trust(out.o, out.kept[id])
@@ -144,21 +146,51 @@ func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out 
 			return errors.Join(failed, err)
 		}
 	}
-	ids := make([]string, 0, len(vs))
-	for id := range vs {
-		ids = append(ids, id)
-	}
-	return errors.Join(failed, parallel(ctx, finishing, ids, func(id string) error {
-		mu.Lock()
-		v := vs[id]
-		delete(vs, id) // its messages are not needed any more
-		mu.Unlock()
-		r, err := v.finish(ctx, out.o)
+	return errors.Join(failed, parallel(ctx, finishing, a.withHeads(ctx, vs, len(g.partitions) > 1 && !out.o.LogOnly), func(v headed) error {
+		r, err := v.finish(ctx, out.o, v.head)
 		if err == nil {
 			out.add(r)
 		}
 		return err
 	}))
+}
+
+// headed is a verifier that has read its log, with the head of its session when that is known.
+type headed struct {
+	*verifier
+	head []byte
+}
+
+// withHeads yields all of vs, and takes them away as it does. all says that it pays to read the heads of
+// all sessions in the order in which the bucket has them: for one alone the server loads, and
+// decompresses, as much as for many.
+func (a *Auditor) withHeads(ctx context.Context, vs map[string]*verifier, all bool) iter.Seq[headed] {
+	return func(yield func(headed) bool) {
+		take := func(id string, head []byte) bool {
+			v := vs[id]
+			delete(vs, id) // its nodes are not needed any more
+			return v == nil || yield(headed{v, head})
+		}
+		if all {
+			bucket := a.buckets.Snapshots.Pin(ctx).Generation().Bucket
+			err := a.log.EachLast(ctx, "KV_"+bucket, "$KV."+bucket+".*", func(m jetstream.Msg) error {
+				token := m.Subject()[strings.LastIndexByte(m.Subject(), '.')+1:]
+				if id, err := events.SessionOf(token); err == nil && len(m.Data()) > 0 && !take(id, m.Data()) { // a deletion has no data
+					return errReached
+				}
+				return nil
+			})
+			if err == errReached {
+				return
+			}
+			// Trouble is met again by who asks for the heads that did not come.
+		}
+		for id := range vs {
+			if !take(id, nil) {
+				return
+			}
+		}
+	}
 }
 
 // verifyPartitions reads partitions up to a stream sequence and has each session verify its commits.
