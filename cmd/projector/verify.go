@@ -76,7 +76,7 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("verify: %w", err)}
 	}
 	var bar verifyBar
-	o.Begin, o.Each = bar.begin, bar.each
+	o.Begin, o.Read, o.Each = bar.begin, bar.read, bar.each
 	var rep *audit.Report
 	if files != nil {
 		var v *events.Vocabulary

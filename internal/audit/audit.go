@@ -134,8 +134,11 @@ type Options struct {
 	Trusted []string
 	// Copies are attestations that the caller has kept, by session, beside those of the store.
 	Copies map[string][]*Attestation
-	// Begin, when set, hears how many sessions there are before the first is verified.
-	Begin func(sessions int)
+	// Begin, when set, hears how many sessions there are before the first is verified, and how many
+	// messages the log has where all of it is read.
+	Begin func(sessions int, messages uint64)
+	// Read, when set, hears how many more of these messages were read, one call at a time.
+	Read func(messages int)
 	// Each, when set, hears of every session as it is done, one at a time.
 	Each func(*SessionReport)
 }
@@ -169,7 +172,11 @@ func (a *Auditor) All(ctx context.Context, o Options) (*Report, error) {
 		out.r.Findings = append(out.r.Findings, Finding{Check: CheckMessage, Detail: "messages on subject " + s + ", which is no session's"})
 	}
 	if o.Begin != nil {
-		o.Begin(len(ids))
+		var messages uint64
+		for _, n := range logged {
+			messages += n
+		}
+		o.Begin(len(ids), messages)
 	}
 	if len(o.Trusted) > 0 {
 		if out.kept, err = a.Attestations(ctx, ""); err != nil {
@@ -185,7 +192,7 @@ func (a *Auditor) Some(ctx context.Context, ids []string, o Options) (*Report, e
 	o = o.withDefaults()
 	out := &collector{o: o, r: &Report{Findings: []Finding{}}}
 	if o.Begin != nil {
-		o.Begin(len(ids))
+		o.Begin(len(ids), 0)
 	}
 	err := parallel(ctx, o.Parallel, slices.Values(ids), func(id string) error {
 		r, err := a.Session(ctx, id, o)
@@ -253,6 +260,15 @@ func (c *collector) add(s *SessionReport) {
 	c.r.add(s)
 	if c.o.Each != nil {
 		c.o.Each(s)
+	}
+}
+
+// read tells of messages that were read.
+func (c *collector) read(messages int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.o.Read != nil {
+		c.o.Read(messages)
 	}
 }
 

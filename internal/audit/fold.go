@@ -23,7 +23,8 @@ func (v *verifier) quick(c *events.Commit) (well bool) {
 	if v.snap == nil || c.First != v.next || c.Stray != nil {
 		return false
 	}
-	digest, before := v.digest, make([]events.Digest, 0, min(c.Last-c.First+1, 1024))
+	var few [4]events.Digest
+	digest, before := v.digest, few[:0]
 	for line := range c.Lines() {
 		before = append(before, digest)
 		digest = digest.Next(line)
@@ -32,7 +33,7 @@ func (v *verifier) quick(c *events.Commit) (well bool) {
 		return false
 	}
 	es := make([]*events.Event, 0, len(before))
-	if v.fold(c, func(p *session.Plan) { es = append(es, p.Event) }) != nil || len(es) != len(before) {
+	if v.fold(c, &es) != nil || len(es) != len(before) {
 		return false
 	}
 	for _, e := range es {
@@ -50,16 +51,17 @@ func (v *verifier) quick(c *events.Commit) (well bool) {
 	return true
 }
 
-// fold folds a commit, and says what is wrong with it.
-func (v *verifier) fold(c *events.Commit, each func(*session.Plan)) error {
+// fold folds a commit, and says what is wrong with it. The events that it folded are added to a list, when
+// that is given.
+func (v *verifier) fold(c *events.Commit, list *[]*events.Event) error {
 	err := v.snap.Fold(c, v.a.log.Vocabulary(), func(p *session.Plan) {
 		if e := p.Event; !v.logOnly && e.Kind.OnSurface() && e.Check(c.Format) == nil { // who folds finds what is wrong with it
 			if m := e.Message(); m != nil {
 				v.messages = append(v.messages, messageSum{e.Seq, sha256.Sum256(m)})
 			}
 		}
-		if each != nil {
-			each(p)
+		if list != nil {
+			*list = append(*list, p.Event)
 		}
 	})
 	if len(v.messages) > 2*v.snap.Surface.Len()+64 {

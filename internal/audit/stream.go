@@ -142,7 +142,7 @@ func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out 
 		return err
 	})
 	if g.logged {
-		if err := a.verifyPartitions(ctx, g.partitions, vs, end, pull); err != nil {
+		if err := a.verifyPartitions(ctx, g.partitions, vs, end, pull, out.read); err != nil {
 			return errors.Join(failed, err)
 		}
 	}
@@ -193,8 +193,11 @@ func (a *Auditor) withHeads(ctx context.Context, vs map[string]*verifier, all bo
 	}
 }
 
-// verifyPartitions reads partitions up to a stream sequence and has each session verify its commits.
-func (a *Auditor) verifyPartitions(ctx context.Context, ps []int, vs map[string]*verifier, end uint64, pull int) error {
+// verifyPartitions reads partitions up to a stream sequence and has each session verify its commits. read
+// hears how many more messages were read.
+func (a *Auditor) verifyPartitions(ctx context.Context, ps []int, vs map[string]*verifier, end uint64, pull int, read func(int)) error {
+	const step = 1024
+	messages := 0
 	complete, err := a.partitions(ctx, ps, end, pull, func(d journal.Delivery) error {
 		v := vs[d.Session]
 		switch {
@@ -208,8 +211,12 @@ func (a *Auditor) verifyPartitions(ctx context.Context, ps []int, vs map[string]
 			}
 		}
 		v.at = d.StreamSeq
+		if messages++; messages%step == 0 {
+			read(step)
+		}
 		return nil
 	})
+	read(messages % step)
 	if err != nil || complete {
 		return err
 	}
