@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"iter"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -142,7 +143,7 @@ func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out 
 		return err
 	})
 	if g.logged {
-		if err := a.verifyPartitions(ctx, g.partitions, vs, end, pull, out.read); err != nil {
+		if err := a.verifyPartitions(ctx, g.partitions, vs, end, pull, out); err != nil {
 			return errors.Join(failed, err)
 		}
 	}
@@ -193,16 +194,15 @@ func (a *Auditor) withHeads(ctx context.Context, vs map[string]*verifier, all bo
 	}
 }
 
-// verifyPartitions reads partitions up to a stream sequence and has each session verify its commits. read
-// hears how many more messages were read.
-func (a *Auditor) verifyPartitions(ctx context.Context, ps []int, vs map[string]*verifier, end uint64, pull int, read func(int)) error {
-	const step = 1024
-	messages := 0
-	complete, err := a.partitions(ctx, ps, end, pull, func(d journal.Delivery) error {
+// verifyPartitions reads partitions up to a stream sequence and has each session verify its commits.
+func (a *Auditor) verifyPartitions(ctx context.Context, ps []int, vs map[string]*verifier, end uint64, pull int, out *collector) error {
+	lanes := 1
+	if len(ps) > 1 {
+		lanes = min(out.o.Parallel, runtime.GOMAXPROCS(0))
+	}
+	s := newSpread(lanes, func(d journal.Delivery) error {
 		v := vs[d.Session]
 		switch {
-		case v == nil: // another group's
-			return nil
 		case d.Err != nil:
 			v.malformed(d.Err)
 		default:
@@ -211,12 +211,21 @@ func (a *Auditor) verifyPartitions(ctx context.Context, ps []int, vs map[string]
 			}
 		}
 		v.at = d.StreamSeq
-		if messages++; messages%step == 0 {
-			read(step)
-		}
 		return nil
 	})
-	read(messages % step)
+	const step = 1024
+	messages := 0
+	complete, err := a.partitions(ctx, ps, end, pull, func(d journal.Delivery) error {
+		if vs[d.Session] == nil { // another group's
+			return nil
+		}
+		if messages++; messages%step == 0 {
+			out.read(step)
+		}
+		return s.add(d)
+	})
+	out.read(messages % step)
+	err = s.end(err)
 	if err != nil || complete {
 		return err
 	}
