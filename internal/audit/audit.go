@@ -568,6 +568,7 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		}
 		v.next++
 	}
+	v.life.Settle()
 	if v.next != c.Last+1 {
 		f := at(c.Last)
 		f.Check, f.Detail = CheckContiguity, "the commit's header names another last seq than its body"

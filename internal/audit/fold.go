@@ -44,6 +44,7 @@ func (v *verifier) quick(c *events.Commit) (well bool) {
 	for i, e := range es {
 		v.good(e, before[i])
 	}
+	v.life.Settle()
 	v.digest, v.next = digest, c.Last+1
 	v.r.Commits++
 	v.r.Events += int64(len(es))
@@ -64,6 +65,7 @@ func (v *verifier) fold(c *events.Commit, list *[]*events.Event) error {
 			*list = append(*list, p.Event)
 		}
 	})
+	v.snap.Life.Settle() // a commit is not kept
 	if len(v.messages) > 2*v.snap.Surface.Len()+64 {
 		v.messages = v.messages.only(v.snap.Surface.Seqs())
 	}

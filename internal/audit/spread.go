@@ -44,7 +44,8 @@ func newSpread(n int, take func(journal.Delivery) error) *spread {
 						break
 					}
 					if err := s.take(d); err != nil {
-						s.failed.CompareAndSwap(nil, &err)
+						first := err // on the heap then alone
+						s.failed.CompareAndSwap(nil, &first)
 					}
 				}
 			}

@@ -172,19 +172,8 @@ func (a *Auditor) withHeads(ctx context.Context, vs map[string]*verifier, all bo
 			delete(vs, id) // its nodes are not needed any more
 			return v == nil || yield(headed{v, head})
 		}
-		if all {
-			bucket := a.buckets.Snapshots.Pin(ctx).Generation().Bucket
-			err := a.log.EachLast(ctx, "KV_"+bucket, "$KV."+bucket+".*", func(m jetstream.Msg) error {
-				token := m.Subject()[strings.LastIndexByte(m.Subject(), '.')+1:]
-				if id, err := events.SessionOf(token); err == nil && len(m.Data()) > 0 && !take(id, m.Data()) { // a deletion has no data
-					return errReached
-				}
-				return nil
-			})
-			if err == errReached {
-				return
-			}
-			// Trouble is met again by who asks for the heads that did not come.
+		if all && !a.eachHead(ctx, take) {
+			return
 		}
 		for id := range vs {
 			if !take(id, nil) {
@@ -192,6 +181,24 @@ func (a *Auditor) withHeads(ctx context.Context, vs map[string]*verifier, all bo
 			}
 		}
 	}
+}
+
+// eachHead calls take for the heads of all sessions, until it answers false. Trouble ends it, which is met
+// again by who asks for the heads that did not come.
+func (a *Auditor) eachHead(ctx context.Context, take func(id string, head []byte) bool) (more bool) {
+	store := a.buckets.Snapshots.Pin(ctx)
+	if st, err := store.KV().Status(ctx); err != nil || st.History() != 1 { // then an older value could come
+		return true
+	}
+	bucket := store.Generation().Bucket
+	err := a.log.EachLast(ctx, "KV_"+bucket, "$KV."+bucket+".*", func(m jetstream.Msg) error {
+		token := m.Subject()[strings.LastIndexByte(m.Subject(), '.')+1:]
+		if id, err := events.SessionOf(token); err == nil && len(m.Data()) > 0 && !take(id, m.Data()) { // a deletion has no data
+			return errReached
+		}
+		return nil
+	})
+	return err != errReached
 }
 
 // verifyPartitions reads partitions up to a stream sequence and has each session verify its commits.
