@@ -108,30 +108,40 @@ func (s messageSums) only(seqs []events.Seq) messageSums {
 type retold struct {
 	ctx    context.Context
 	v      *verifier
-	page   []byte              // a page, whose nodes are read when the first message is asked for
-	nodes  []snapshot.PageNode // of the value, those behind the one that was found last
-	commit *events.Commit      // the one that was read last
+	value  []byte
+	parse  func(value []byte) []snapshot.PageNode // called when a message is not at its place
+	nodes  []snapshot.PageNode                    // what it returned
+	commit *events.Commit                         // the one that was read last
 }
 
-// message is a snapshot.Messages.
-func (r *retold) message(n *surface.Node) ([]byte, error) {
-	if r.page != nil {
-		if page, err := snapshot.ParsePage(r.page, ""); err == nil {
-			r.nodes = page.Nodes
-		}
-		r.page = nil
-	}
+// errElsewhere says that a value has a message at another place, if at all.
+var errElsewhere = errors.New("audit: a message is not at its place")
+
+// inPlace is a snapshot.Messages that looks at the places of messages alone.
+func (r *retold) inPlace(n *surface.Node, at int) ([]byte, error) {
 	want, ok := r.v.messages.of(n.Seq)
 	if !ok {
 		return nil, nil
 	}
-	at := slices.IndexFunc(r.nodes, func(p snapshot.PageNode) bool { return p.Seq == n.Seq }) // the first, unless it was changed
-	if at >= 0 {
-		m := r.nodes[at].Message
-		r.nodes = r.nodes[at+1:]
-		if sha256.Sum256(m) == want {
+	if at < len(r.value) {
+		if m := r.value[at:events.ValueEnd(r.value, at)]; sha256.Sum256(m) == want {
 			return m, nil
 		}
+	}
+	return nil, errElsewhere
+}
+
+// message is a snapshot.Messages.
+func (r *retold) message(n *surface.Node, at int) ([]byte, error) {
+	if m, err := r.inPlace(n, at); err == nil {
+		return m, nil
+	}
+	if r.parse != nil {
+		r.nodes, r.parse = r.parse(r.value), nil
+	}
+	want, _ := r.v.messages.of(n.Seq)
+	if i := slices.IndexFunc(r.nodes, func(p snapshot.PageNode) bool { return p.Seq == n.Seq }); i >= 0 && sha256.Sum256(r.nodes[i].Message) == want {
+		return r.nodes[i].Message, nil
 	}
 	if r.commit == nil || r.commit.StreamSeq != n.At {
 		var err error

@@ -201,8 +201,9 @@ func (s *Snapshot) Flush() (*Flush, error) {
 	return f, nil
 }
 
-// Messages gives the message of a node that is not in memory, nil when the node derives none.
-type Messages func(*surface.Node) ([]byte, error)
+// Messages gives the message of a node that is not in memory, nil when the node derives none. at is the
+// offset that it will have in the value that it is a part of.
+type Messages func(n *surface.Node, at int) ([]byte, error)
 
 // ExpectHead returns the head that the bucket must hold for the present state of a bare snapshot. It
 // changes nothing. The head may be written into room, which is not overwritten; where that is too small,
@@ -313,13 +314,10 @@ func (s *Snapshot) appendNodes(b []byte, pos, count int, from Messages, places *
 		var msg []byte
 		var fp string
 		var err error
-		if from != nil {
-			msg, err = from(n)
-		} else {
-			msg, err = n.Message(s.Format)
-		}
-		if err != nil {
-			return nil, err
+		if from == nil {
+			if msg, err = n.Message(s.Format); err != nil {
+				return nil, err
+			}
 		}
 		if from == nil || n.Kind == events.KindTool {
 			if fp, err = n.Fingerprint(s.Format); err != nil {
@@ -338,9 +336,15 @@ func (s *Snapshot) appendNodes(b []byte, pos, count int, from Messages, places *
 		if fp != "" {
 			b = append(append(append(b, `,"fp":"`...), fp...), '"')
 		}
+		const name = `,"message":`
+		if from != nil {
+			if msg, err = from(n, len(b)+len(name)); err != nil {
+				return nil, err
+			}
+		}
 		var at span
 		if msg != nil {
-			b = append(append(b, `,"message":`...), msg...)
+			b = append(append(b, name...), msg...)
 			at = span{len(b) - len(msg), len(b)}
 		}
 		if places != nil {
