@@ -24,10 +24,10 @@ const (
 	sessionBytes = 5 << 9
 	// nodeBytes is what a node of a surface takes with the sum of its message, about.
 	nodeBytes = 100
-	// eventBytes is how large an event of a commit is taken to be, at least, when nodes are counted.
-	eventBytes = 512
-	// headerBytes is about how much of a stored message is not the commit's body.
-	headerBytes = 600
+	// smallestEvent is the least that an event on a surface takes in a commit, about, in bytes.
+	smallestEvent = 128
+	// sampled is of how many sessions the last commit is read, to learn how many events a commit has.
+	sampled = 32
 	// finishing is how many sessions of a partition are compared with their heads at a time.
 	finishing = 8
 	// perPass is how many filtered consumers of one partition each cost the server as much, for each of
@@ -48,9 +48,9 @@ func (a *Auditor) stream(ctx context.Context, ids []string, logged map[string]ui
 	if err != nil {
 		return err
 	}
-	var nodes int64 = 1 // of a commit, about
-	if n := info.State.Msgs; n > 0 {
-		nodes = max(1, (int64(info.State.Bytes/n)-headerBytes)/eventBytes)
+	perCommit := a.eventsPerCommit(ctx, ids, logged)
+	if n := info.State.Msgs; n > 0 { // whatever the commits say
+		perCommit = min(perCommit, 1+float64(info.State.Bytes/n/smallestEvent))
 	}
 	parts := make([]group, a.log.Partitions())
 	for p := range parts {
@@ -58,7 +58,7 @@ func (a *Auditor) stream(ctx context.Context, ids []string, logged map[string]ui
 	}
 	for _, id := range ids {
 		g := &parts[a.log.Partition(id)]
-		g.ids, g.weights = append(g.ids, id), append(g.weights, sessionBytes+nodeBytes*nodes*int64(logged[id]))
+		g.ids, g.weights = append(g.ids, id), append(g.weights, sessionBytes+int64(nodeBytes*perCommit*float64(logged[id])))
 		g.logged = g.logged || logged[id] > 0
 	}
 	at, groups := 1, pack(parts, out.o.Memory)
@@ -78,6 +78,18 @@ func (a *Auditor) stream(ctx context.Context, ids []string, logged map[string]ui
 	return parallel(ctx, at, slices.Values(groups), func(g group) error {
 		return a.group(ctx, g, info.State.LastSeq, pull, out)
 	})
+}
+
+// eventsPerCommit is how many events the commits of some of the sessions have on average, at least 1.
+func (a *Auditor) eventsPerCommit(ctx context.Context, ids []string, logged map[string]uint64) float64 {
+	var commits, found float64
+	for i := 0; i < len(ids); i += 1 + len(ids)/sampled {
+		last, err := a.log.LeaderLast(ctx, ids[i])
+		if err == nil && last != nil { // what is wrong with the others is found later
+			commits, found = commits+float64(logged[ids[i]]), found+float64(last.Last)+1
+		}
+	}
+	return max(1, found/max(1, commits))
 }
 
 // pack puts the sessions of groups together anew, into as few as have room in memory.
