@@ -22,8 +22,8 @@ type verifyCmd struct {
 	All      bool          `help:"Every session that has a header, a log or a head."`
 	LogOnly  bool          `help:"Leave heads and pages out."`
 	Wait     time.Duration `help:"How long the projection may take to reach the log's end; 0 for not at all." default:"10s"`
-	Workers  int           `help:"Sessions that are verified at a time, and with --all partitions of the log, at most." default:"8"`
-	Memory   int64         `name:"memory-bytes" help:"Memory for sessions that --all keeps at a time, in bytes, about. Where they do not fit, parts of the log are read several times." default:"268435456"`
+	Workers  int           `help:"Sessions that are verified at a time, and with --all partitions of the log where they are read one by one, at most." default:"8"`
+	Memory   int64         `name:"memory-bytes" help:"Memory for sessions that --all keeps at a time, in bytes, about. Where they do not fit, the log is read several times." default:"268435456"`
 	JSON     bool          `name:"json" help:"Print the report as JSON."`
 	Trusted  []string      `name:"trusted-key" help:"Public key: compare what it signed with the logs." placeholder:"KEY"`
 	Kept     []string      `name:"attestations" help:"File of attestations that were kept, one a line, besides those of the store." placeholder:"FILE" type:"existingfile"`
@@ -76,7 +76,7 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("verify: %w", err)}
 	}
 	var bar verifyBar
-	o.Begin, o.Each = bar.begin, bar.each
+	o.Begin, o.Read, o.Each = bar.begin, bar.read, bar.each
 	var rep *audit.Report
 	if files != nil {
 		var v *events.Vocabulary

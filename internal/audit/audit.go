@@ -3,11 +3,11 @@
 package audit
 
 import (
+	"bytes"
 	"context"
-	"encoding/hex"
 	"errors"
 	"fmt"
-	"maps"
+	"iter"
 	"math"
 	"slices"
 	"strings"
@@ -21,7 +21,6 @@ import (
 	"palimpsest/internal/lifecycle"
 	"palimpsest/internal/projection"
 	"palimpsest/internal/snapshot"
-	"palimpsest/internal/surface"
 )
 
 // Checks that a finding names.
@@ -125,19 +124,22 @@ type Options struct {
 	// finding. Defaults to 10 s.
 	Wait time.Duration
 	// Parallel is how many sessions are verified at a time, and by All how many partitions of
-	// the log, at most. Defaults to 8.
+	// the log where it reads them one by one, at most. Defaults to 8.
 	Parallel int
 	// Memory is how many bytes of sessions All keeps at a time, about. Where they do not fit, it
-	// reads fewer partitions at a time, and where those of one do not, it reads that several
-	// times. Defaults to 256 MiB.
+	// reads the log a few times, or partitions one by one, and where the sessions of one do not
+	// fit, that several times. Defaults to 256 MiB.
 	Memory int64
 	// Trusted are public nkeys: what they signed is compared with the log. Without any,
 	// attestations are not looked at.
 	Trusted []string
 	// Copies are attestations that the caller has kept, by session, beside those of the store.
 	Copies map[string][]*Attestation
-	// Begin, when set, hears how many sessions there are before the first is verified.
-	Begin func(sessions int)
+	// Begin, when set, hears how many sessions there are before the first is verified, and how many
+	// messages the log has where all of it is read.
+	Begin func(sessions int, messages uint64)
+	// Read, when set, hears how many more of these messages were read, one call at a time.
+	Read func(messages int)
 	// Each, when set, hears of every session as it is done, one at a time.
 	Each func(*SessionReport)
 }
@@ -171,7 +173,11 @@ func (a *Auditor) All(ctx context.Context, o Options) (*Report, error) {
 		out.r.Findings = append(out.r.Findings, Finding{Check: CheckMessage, Detail: "messages on subject " + s + ", which is no session's"})
 	}
 	if o.Begin != nil {
-		o.Begin(len(ids))
+		var messages uint64
+		for _, n := range logged {
+			messages += n
+		}
+		o.Begin(len(ids), messages)
 	}
 	if len(o.Trusted) > 0 {
 		if out.kept, err = a.Attestations(ctx, ""); err != nil {
@@ -187,9 +193,9 @@ func (a *Auditor) Some(ctx context.Context, ids []string, o Options) (*Report, e
 	o = o.withDefaults()
 	out := &collector{o: o, r: &Report{Findings: []Finding{}}}
 	if o.Begin != nil {
-		o.Begin(len(ids))
+		o.Begin(len(ids), 0)
 	}
-	err := parallel(ctx, o.Parallel, ids, func(id string) error {
+	err := parallel(ctx, o.Parallel, slices.Values(ids), func(id string) error {
 		r, err := a.Session(ctx, id, o)
 		if err == nil {
 			out.add(r)
@@ -214,7 +220,7 @@ func (o Options) withDefaults() Options {
 
 // parallel calls f for each item, some at a time. All errors come back joined; one does not
 // stop the others, the end of ctx does.
-func parallel[T any](ctx context.Context, n int, items []T, f func(T) error) error {
+func parallel[T any](ctx context.Context, n int, items iter.Seq[T], f func(T) error) error {
 	var mu sync.Mutex
 	var wg sync.WaitGroup
 	var failed error
@@ -230,7 +236,7 @@ func parallel[T any](ctx context.Context, n int, items []T, f func(T) error) err
 			}
 		})
 	}
-	for _, it := range items {
+	for it := range items {
 		if ctx.Err() != nil {
 			break
 		}
@@ -255,6 +261,15 @@ func (c *collector) add(s *SessionReport) {
 	c.r.add(s)
 	if c.o.Each != nil {
 		c.o.Each(s)
+	}
+}
+
+// read tells of messages that were read.
+func (c *collector) read(messages int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.o.Read != nil {
+		c.o.Read(messages)
 	}
 }
 
@@ -324,7 +339,7 @@ func (a *Auditor) sessions(ctx context.Context, o Options) (ids []string, logged
 // Session verifies one session.
 func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionReport, error) {
 	o = o.withDefaults()
-	v, err := a.begin(ctx, id)
+	v, err := a.begin(ctx, id, o)
 	if err != nil {
 		return nil, err
 	}
@@ -338,15 +353,15 @@ func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionRe
 	if err := v.read(ctx, 0, math.MaxUint64); err != nil {
 		return nil, err
 	}
-	return v.finish(ctx, o)
+	return v.finish(ctx, o, nil)
 }
 
 // begin reads a session's header, and makes sure that there is something to verify.
-func (a *Auditor) begin(ctx context.Context, id string) (*verifier, error) {
+func (a *Auditor) begin(ctx context.Context, id string, o Options) (*verifier, error) {
 	if err := events.CheckSessionID(id); err != nil {
 		return nil, err
 	}
-	v := &verifier{a: a, id: id, life: lifecycle.New(), inherited: events.NoSeq, shedAt: mostShed, pages: map[string]pageID{}, digest: events.SeedDigest(id),
+	v := &verifier{a: a, id: id, logOnly: o.LogOnly, life: lifecycle.New(), inherited: events.NoSeq, digest: events.SeedDigest(id),
 		r: &SessionReport{Session: id, LastSeq: events.NoSeq, HeadSeq: events.NoSeq, Findings: []Finding{}}}
 	var err error
 	v.header, err = a.headers.Get(ctx, id)
@@ -376,12 +391,13 @@ func (a *Auditor) begin(ctx context.Context, id string) (*verifier, error) {
 		format, v.chained = v.header.Format, true
 		v.chain = events.SeedChain(id, v.header.Raw)
 	}
-	v.snap = snapshot.New(id, format, surface.KeepBodies)
+	v.snap = snapshot.NewBare(id, format)
 	return v, nil
 }
 
-// finish checks what only a log that was read to its end can be compared with.
-func (v *verifier) finish(ctx context.Context, o Options) (*SessionReport, error) {
+// finish checks what only a log that was read to its end can be compared with. head is what the bucket
+// held for the session a moment ago, nil when that is not known.
+func (v *verifier) finish(ctx context.Context, o Options, head []byte) (*SessionReport, error) {
 	if v.buried || v.tombstone != nil {
 		return v.r, v.erasure(ctx)
 	}
@@ -390,8 +406,8 @@ func (v *verifier) finish(ctx context.Context, o Options) (*SessionReport, error
 			return nil, err
 		}
 	}
-	if !o.LogOnly && v.snap != nil {
-		if err := v.projection(ctx, o.Wait); err != nil {
+	if !v.logOnly && v.snap != nil {
+		if err := v.projection(ctx, o.Wait, head); err != nil {
 			return nil, err
 		}
 	}
@@ -424,9 +440,8 @@ type verifier struct {
 	inherited events.Seq    // the last seq that was inherited from the parent, NoSeq for none
 	seed      events.Digest // of the event at inherited
 
-	shedAt int64             // at how many bytes pages are let go of
-	unshed int64             // bytes that were folded since pages were last let go of
-	pages  map[string]pageID // pages that were let go of, by key
+	logOnly  bool        // heads and pages are left out
+	messages messageSums // of the nodes, and of others that were some
 }
 
 func (v *verifier) find(f Finding) {
@@ -515,10 +530,10 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		return nil
 	}
 	if v.snap != nil && !v.chained && v.r.Commits == 0 { // no header says which format it is
-		v.snap = snapshot.New(v.id, c.Format, surface.KeepBodies)
+		v.snap = snapshot.NewBare(v.id, c.Format)
 	}
-	if well, err := v.quick(ctx, c); well || err != nil {
-		return err
+	if v.quick(c) {
+		return nil
 	}
 	v.r.Commits++
 	at := func(seq events.Seq) Finding { return Finding{Seq: &seq, StreamSeq: c.StreamSeq} }
@@ -554,6 +569,7 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		}
 		v.next++
 	}
+	v.life.Settle()
 	if v.next != c.Last+1 {
 		f := at(c.Last)
 		f.Check, f.Detail = CheckContiguity, "the commit's header names another last seq than its body"
@@ -577,11 +593,7 @@ func (v *verifier) commit(ctx context.Context, c *events.Commit) error {
 		v.snap = nil
 		return nil
 	}
-	bad, err := v.fold(ctx, c, nil)
-	if err != nil {
-		return err
-	}
-	if bad != nil {
+	if bad := v.fold(c, nil); bad != nil {
 		v.broken(c, v.snap.Next, bad)
 		v.snap = nil
 	}
@@ -634,8 +646,9 @@ func (v *verifier) lifecycle(e *events.Event) {
 	v.life.Apply(e)
 }
 
-// projection compares head, pages and index pages with the fresh fold.
-func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
+// projection compares head, pages and index pages with the fresh fold. raw is the head as of a moment ago,
+// nil when that is not known.
+func (v *verifier) projection(ctx context.Context, wait time.Duration, raw []byte) error {
 	if v.next == 0 {
 		head, _, err := v.a.buckets.Snapshots.Head(ctx, v.id)
 		if err != nil && !errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}) {
@@ -652,26 +665,24 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 			v.a.rooms.Put(room)
 		}
 	}()
+	if raw != nil { // mostly the head that it should be: no need to parse it
+		want, err := v.snap.ExpectHead((*room)[:0], (&retold{v: v, value: raw}).inPlace)
+		if err == nil && bytes.Equal(want, raw) {
+			*room = want
+			v.r.HeadSeq = v.snap.Last()
+			if again, err := v.compare(ctx, nil, raw, room); err != nil || !again {
+				return err
+			}
+		}
+	}
 	deadline := time.Now().Add(wait)
 	for {
 		kv, err := v.a.buckets.Snapshots.KV().Get(ctx, snapshot.HeadKey(v.id))
 		if err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
 			return err
 		}
-		var want *snapshot.Flush
-		if err == nil {
-			var bad error
-			if want, bad = v.snap.Expect((*room)[:0]); bad != nil {
-				v.find(Finding{Check: CheckRule, Detail: bad.Error()})
-				return nil
-			}
-			*room = want.Head.Value
-		}
 		var head *snapshot.Head
-		if err == nil && string(kv.Value()) == string(want.Head.Value) { // the usual case: no need to read it
-			head = &snapshot.Head{Seq: v.snap.Last()}
-			v.r.HeadSeq = head.Seq
-		} else if err == nil {
+		if err == nil {
 			if head, err = snapshot.ParseHead(kv.Value(), v.id); err != nil {
 				v.find(Finding{Check: CheckHead, Key: snapshot.HeadKey(v.id), Detail: err.Error()})
 				return nil
@@ -707,7 +718,7 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration) error {
 				Detail: "the head is ahead of the log: events that were projected are gone from it"})
 			return nil
 		}
-		again, err := v.compare(ctx, want, kv.Value())
+		again, err := v.compare(ctx, head, kv.Value(), room)
 		if err != nil || !again {
 			return err
 		}
@@ -725,54 +736,64 @@ func (v *verifier) foldOn(ctx context.Context, streamSeq uint64) (more bool, err
 	return v.snap == nil || v.r.Commits > before, err
 }
 
+// nodesOf returns the nodes of a page, as far as it is one.
+func nodesOf(page []byte) []snapshot.PageNode {
+	if p, err := snapshot.ParsePage(page, ""); err == nil {
+		return p.Nodes
+	}
+	return nil
+}
+
 // compare compares the stored values with what they should be. again reports that the head
-// moved on while its pages were read.
-func (v *verifier) compare(ctx context.Context, want *snapshot.Flush, head []byte) (again bool, err error) {
+// moved on while its pages were read. head is nil when raw is known to be what it should be; room is where
+// that is written.
+func (v *verifier) compare(ctx context.Context, head *snapshot.Head, raw []byte, room *[]byte) (again bool, err error) {
 	var found []Finding
-	if d := snapshot.Difference(want.Head.Value, head); d != "" {
-		last := v.snap.Last()
-		found = append(found, Finding{Check: CheckHead, Seq: &last, Key: want.Head.Key, Detail: d})
-	}
-	kv := v.a.buckets.Snapshots.KV()
-	for _, key := range slices.Sorted(maps.Keys(v.pages)) {
-		if slices.Contains(want.Unreferenced, key) {
-			continue
+	key := snapshot.HeadKey(v.id)
+	if head != nil {
+		want, err := v.snap.ExpectHead((*room)[:0], (&retold{ctx: ctx, v: v, value: raw, nodes: head.Tail}).message)
+		if err != nil {
+			return false, err
 		}
+		*room = want
+		if d := snapshot.Difference(want, raw); d != "" {
+			last := v.snap.Last()
+			found = append(found, Finding{Check: CheckHead, Seq: &last, Key: key, Detail: d})
+		}
+	}
+	kv, pages := v.a.buckets.Snapshots.KV(), 0
+	err = v.snap.ExpectPages(func(key string, value func(snapshot.Messages) ([]byte, error)) error {
+		pages++
 		got, err := kv.Get(ctx, key)
-		switch {
-		case errors.Is(err, jetstream.ErrKeyNotFound):
+		if errors.Is(err, jetstream.ErrKeyNotFound) {
 			found = append(found, Finding{Check: CheckPage, Key: key, Detail: "the page is missing"})
-		case err != nil:
-			return false, err
-		default:
-			if want, is := v.pages[key], sum(got.Value()); is != want {
-				found = append(found, Finding{Check: CheckPage, Key: key, Expected: "SHA-256 " + hex.EncodeToString(want[:]), Found: hex.EncodeToString(is[:]), Detail: "the page differs from a fresh fold"})
-			}
+			return nil
 		}
-	}
-	for _, p := range want.Pages {
-		got, err := kv.Get(ctx, p.Key)
-		switch {
-		case errors.Is(err, jetstream.ErrKeyNotFound):
-			found = append(found, Finding{Check: CheckPage, Key: p.Key, Detail: "the page is missing"})
-		case err != nil:
-			return false, err
-		default:
-			if d := snapshot.Difference(p.Value, got.Value()); d != "" {
-				found = append(found, Finding{Check: CheckPage, Key: p.Key, Detail: d})
-			}
+		if err != nil {
+			return err
 		}
+		want, err := value((&retold{ctx: ctx, v: v, value: got.Value(), parse: nodesOf}).message)
+		if err != nil {
+			return err
+		}
+		if d := snapshot.Difference(want, got.Value()); d != "" {
+			found = append(found, Finding{Check: CheckPage, Key: key, Detail: d})
+		}
+		return nil
+	})
+	if err != nil {
+		return false, err
 	}
 	if found != nil {
-		now, err := kv.Get(ctx, want.Head.Key)
+		now, err := kv.Get(ctx, key)
 		if err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
 			return false, err
 		}
-		if err == nil && string(now.Value()) != string(head) {
+		if err == nil && string(now.Value()) != string(raw) {
 			return true, nil
 		}
 	}
-	v.r.Pages += len(want.Pages) + len(v.pages)
+	v.r.Pages += pages
 	for _, f := range found {
 		v.find(f)
 	}

@@ -619,3 +619,62 @@ func TestAllWithLittleMemoryFindsTheSame(t *testing.T) {
 		}
 	}
 }
+
+// Sessions of many partitions that do not fit into memory together are verified in a few readings of the
+// log, each of which leaves out the partitions of the others.
+func TestAllReadsTheLogAFewTimes(t *testing.T) {
+	t.Parallel()
+	w := newWorldOf(t, 64)
+	for i := range 30 {
+		w.append(fmt.Sprintf("s%d", i), user("zero"), user("one"))
+	}
+	for i := range 30 {
+		w.append(fmt.Sprintf("s%d", i), user("two"))
+		w.projected(fmt.Sprintf("s%d", i))
+	}
+	(&victim{world: w, id: "s7"}).edit("s7", "two", "too")
+	for _, memory := range []int64{0, 60 << 10, 30 << 10, 10 << 10} {
+		var messages int
+		r := w.all(audit.Options{Memory: memory, Read: func(n int) { messages += n }})
+		if r.Sessions != 30 || r.Events != 90 || r.Commits != 60 || messages != 60 || len(r.Findings) != 1 {
+			t.Errorf("with memory of %d bytes, %d messages read: %+v", memory, messages, r)
+			continue
+		}
+		if f := r.Findings[0]; f.Session != "s7" || f.Check != audit.CheckHead || f.Key != "s7" || !strings.HasPrefix(f.Detail, "tail: ") {
+			t.Errorf("with memory of %d bytes: %v", memory, f)
+		}
+	}
+}
+
+// Of a session that is rewritten again and again, what is kept is what is on the surface.
+func TestSessionThatIsRewrittenOften(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	var next events.Seq
+	var nodes []events.Seq
+	for round := range 8 {
+		var raws []string
+		for i := range 30 {
+			raws = append(raws, user(fmt.Sprintf("%d of round %d", i, round)))
+			nodes = append(nodes, next)
+			next++
+		}
+		w.append("s", append(raws, replace(nodes[1:], fmt.Sprintf("summary of round %d", round)))...)
+		nodes = []events.Seq{nodes[0], next}
+		next++
+	}
+	w.append("s", user("the last"))
+	w.settle("s")
+	if r := w.all(audit.Options{}); !r.OK() || r.Events != int64(next)+1 {
+		t.Fatalf("%+v", r)
+	}
+	v := &victim{world: w, id: "s"}
+	was := v.get("s")
+	for _, text := range []string{"0 of round 0", "summary of round 7", "the last"} {
+		v.edit("s", text, "something else")
+		if r := w.all(audit.Options{}); len(r.Findings) != 1 || r.Findings[0].Check != audit.CheckHead {
+			t.Errorf("%s changed: %+v", text, r)
+		}
+		v.put("s", was)
+	}
+}

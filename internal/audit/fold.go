@@ -1,122 +1,162 @@
 package audit
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"slices"
 
 	"palimpsest/internal/events"
 	"palimpsest/internal/session"
 	"palimpsest/internal/snapshot"
+	"palimpsest/internal/surface"
 )
-
-// How much of a session's log is folded before the pages that it made are reduced to their
-// hashes, in bytes, so that a long session takes the memory of its nodes and not of its
-// messages: leastShed where many sessions are in memory, mostShed where it is alone.
-const leastShed, mostShed = 64 << 10, 8 << 20
-
-// pageID is the SHA-256 of a page's value.
-type pageID [sha256.Size]byte
-
-func sum(page []byte) pageID { return sha256.Sum256(page) }
 
 // typeEndSeed closes the inherited part of a fork.
 const typeEndSeed = "session/end-seed"
 
 // quick checks and folds a commit with which nothing is wrong, and reads each event once. It
 // answers false, and has found nothing, when something is: what, is for commit to say.
-func (v *verifier) quick(ctx context.Context, c *events.Commit) (well bool, err error) {
+func (v *verifier) quick(c *events.Commit) (well bool) {
 	if v.snap == nil || c.First != v.next || c.Stray != nil {
-		return false, nil
+		return false
 	}
-	digest, before := v.digest, make([]events.Digest, 0, min(c.Last-c.First+1, 1024))
+	var few [4]events.Digest
+	digest, before := v.digest, few[:0]
 	for line := range c.Lines() {
 		before = append(before, digest)
 		digest = digest.Next(line)
 	}
 	if digest != c.Digest || events.Seq(len(before)) != c.Last-c.First+1 {
-		return false, nil
+		return false
 	}
 	es := make([]*events.Event, 0, len(before))
-	bad, err := v.fold(ctx, c, func(p *session.Plan) { es = append(es, p.Event) })
-	if bad != nil || err != nil || len(es) != len(before) {
-		return false, err
+	if v.fold(c, &es) != nil || len(es) != len(before) {
+		return false
 	}
 	for _, e := range es {
 		if e.Check(c.Format) != nil {
-			return false, nil
+			return false
 		}
 	}
 	for i, e := range es {
 		v.good(e, before[i])
 	}
+	v.life.Settle()
 	v.digest, v.next = digest, c.Last+1
 	v.r.Commits++
 	v.r.Events += int64(len(es))
 	v.chainOn(c)
-	return true, nil
+	return true
 }
 
-// fold folds a commit. bad says what is wrong with the commit, err is trouble with JetStream.
-func (v *verifier) fold(ctx context.Context, c *events.Commit, each func(*session.Plan)) (bad, err error) {
-	for {
-		bad = v.snap.Fold(c, v.a.log.Vocabulary(), each)
-		var missing *snapshot.PagesError
-		if !errors.As(bad, &missing) {
-			break
-		}
-		for _, n := range missing.Pages {
-			if err := v.refill(ctx, n); err != nil {
-				return nil, err
+// fold folds a commit, and says what is wrong with it. The events that it folded are added to a list, when
+// that is given.
+func (v *verifier) fold(c *events.Commit, list *[]*events.Event) error {
+	err := v.snap.Fold(c, v.a.log.Vocabulary(), func(p *session.Plan) {
+		if e := p.Event; !v.logOnly && e.Kind.OnSurface() && e.Check(c.Format) == nil { // who folds finds what is wrong with it
+			if m := e.Message(); m != nil {
+				v.messages = append(v.messages, messageSum{e.Seq, sha256.Sum256(m)})
 			}
 		}
+		if list != nil {
+			*list = append(*list, p.Event)
+		}
+	})
+	v.snap.Life.Settle() // a commit is not kept
+	if len(v.messages) > 2*v.snap.Surface.Len()+64 {
+		v.messages = v.messages.only(v.snap.Surface.Seqs())
 	}
-	if v.unshed += int64(len(c.Body)); bad != nil || v.unshed < v.shedAt {
-		return bad, nil
-	}
-	return v.shed(), nil
+	return err
 }
 
-// shed lets go of the pages that were made, and keeps their hashes.
-func (v *verifier) shed() error {
-	pages, unreferenced, err := v.snap.Shed()
+// messageSums are the SHA-256 of the messages of a session's events, by seq, ascending. What the bucket
+// holds of a message is compared with its sum, so that a session takes the memory of its nodes and not of
+// its messages.
+type messageSums []messageSum
+
+type messageSum struct {
+	seq events.Seq
+	sum [sha256.Size]byte
+}
+
+// of returns the sum of an event's message; ok is false when the event derives none.
+func (s messageSums) of(seq events.Seq) (sum [sha256.Size]byte, ok bool) {
+	i, ok := slices.BinarySearchFunc(s, seq, func(m messageSum, seq events.Seq) int { return cmp.Compare(m.seq, seq) })
+	if !ok {
+		return sum, false
+	}
+	return s[i].sum, true
+}
+
+// only returns the sums of some events alone.
+func (s messageSums) only(seqs []events.Seq) messageSums {
+	slices.Sort(seqs)
+	out := make(messageSums, 0, len(seqs))
+	for _, m := range s {
+		if _, ok := slices.BinarySearch(seqs, m.seq); ok {
+			out = append(out, m)
+		}
+	}
+	return out
+}
+
+// retold gives the messages of the log's events once more: out of a value of the bucket where it has them
+// as they were read from the log, and out of the log where it does not.
+type retold struct {
+	ctx    context.Context
+	v      *verifier
+	value  []byte
+	parse  func(value []byte) []snapshot.PageNode // called when a message is not at its place
+	nodes  []snapshot.PageNode                    // what it returned
+	commit *events.Commit                         // the one that was read last
+}
+
+// errElsewhere says that a value has a message at another place, if at all.
+var errElsewhere = errors.New("audit: a message is not at its place")
+
+// inPlace is a snapshot.Messages that looks at the places of messages alone.
+func (r *retold) inPlace(n *surface.Node, at int) ([]byte, error) {
+	want, ok := r.v.messages.of(n.Seq)
+	if !ok {
+		return nil, nil
+	}
+	if at < len(r.value) {
+		if m := r.value[at:events.ValueEnd(r.value, at)]; sha256.Sum256(m) == want {
+			return m, nil
+		}
+	}
+	return nil, errElsewhere
+}
+
+// message is a snapshot.Messages.
+func (r *retold) message(n *surface.Node, at int) ([]byte, error) {
+	if m, err := r.inPlace(n, at); err == nil {
+		return m, nil
+	}
+	if r.parse != nil {
+		r.nodes, r.parse = r.parse(r.value), nil
+	}
+	want, _ := r.v.messages.of(n.Seq)
+	if i := slices.IndexFunc(r.nodes, func(p snapshot.PageNode) bool { return p.Seq == n.Seq }); i >= 0 && sha256.Sum256(r.nodes[i].Message) == want {
+		return r.nodes[i].Message, nil
+	}
+	if r.commit == nil || r.commit.StreamSeq != n.At {
+		var err error
+		if r.commit, err = r.v.a.log.Stored(r.ctx, r.v.id, n.At); err != nil {
+			return nil, err
+		}
+	}
+	e, err := r.v.eventIn(r.commit, n.Seq)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	v.unshed = 0
-	for _, p := range pages {
-		v.pages[p.Key] = sum(p.Value)
+	if m := e.Message(); sha256.Sum256(m) == want {
+		return m, nil
 	}
-	for _, key := range unreferenced {
-		delete(v.pages, key)
-	}
-	return nil
-}
-
-// refill reads what a page that was let go of holds from the log again.
-func (v *verifier) refill(ctx context.Context, n int64) error {
-	stubs := v.snap.Stubs(n)
-	nodes := make([]snapshot.PageNode, 0, len(stubs))
-	var c *events.Commit
-	for _, s := range stubs {
-		if c == nil || c.StreamSeq != s.At {
-			var err error
-			if c, err = v.a.log.Stored(ctx, v.id, s.At); err != nil {
-				return err
-			}
-		}
-		e, err := v.eventIn(c, s.Seq)
-		if err != nil {
-			return err
-		}
-		node := snapshot.PageNode{Seq: s.Seq, At: s.At, Type: e.Type, Size: int32(len(e.Data())), Message: e.Message()}
-		if e.Kind == events.KindTool {
-			node.Fingerprint = e.Fingerprint(v.snap.Format)
-		}
-		nodes = append(nodes, node)
-	}
-	return v.snap.Fill(n, nodes)
+	return nil, r.v.changed(n.Seq)
 }
 
 // eventIn finds an event that was read before.
@@ -132,7 +172,11 @@ func (v *verifier) eventIn(c *events.Commit, seq events.Seq) (*events.Event, err
 			}
 		}
 	}
-	return nil, &events.Error{Code: events.CodeCorrupt, Session: v.id, Seq: &seq, Detail: "the log changed while it was verified: an event that was read is not there any more"}
+	return nil, v.changed(seq)
+}
+
+func (v *verifier) changed(seq events.Seq) error {
+	return &events.Error{Code: events.CodeCorrupt, Session: v.id, Seq: &seq, Detail: "the log changed while it was verified: an event that was read is not there any more"}
 }
 
 // commitHeaders compares those headers of a commit that no reader needs with its content.

@@ -37,13 +37,20 @@ type world struct {
 	worker  *projection.Worker
 	keyFile string // of its attester
 
+	partitions int
+
 	*appender.Appender
 	*audit.Auditor
 }
 
 func newWorld(t testing.TB) *world {
 	t.Helper()
-	w := &world{t: t, srv: journaltest.Start(t)}
+	return newWorldOf(t, 2)
+}
+
+func newWorldOf(t testing.TB, partitions int) *world {
+	t.Helper()
+	w := &world{t: t, srv: journaltest.Start(t), partitions: partitions}
 	w.js = w.srv.JetStream(t)
 	ctx := journaltest.Context(t)
 	w.log = w.journal()
@@ -76,7 +83,7 @@ func (w *world) journal(types ...string) *journal.Journal {
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	j, err := journal.Open(journaltest.Context(w.t), journal.Conns{Publish: []*nats.Conn{w.srv.Conn(w.t)}, Read: w.srv.Conn(w.t)}, journal.Config{Partitions: 2}, v)
+	j, err := journal.Open(journaltest.Context(w.t), journal.Conns{Publish: []*nats.Conn{w.srv.Conn(w.t)}, Read: w.srv.Conn(w.t)}, journal.Config{Partitions: w.partitions}, v)
 	if err != nil {
 		w.t.Fatal(err)
 	}

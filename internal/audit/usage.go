@@ -168,9 +168,9 @@ func (a *Auditor) Fleet(ctx context.Context) (*FleetUsage, error) {
 	const atATime = 4
 	var mu sync.Mutex
 	out := &FleetUsage{Usage: Usage{Tokens: Tokens{}, Models: map[string]Tokens{}}, Sessions: []*SessionUsage{}}
-	err = parallel(ctx, atATime, parts, func(p int) error {
+	err = parallel(ctx, atATime, slices.Values(parts), func(p int) error {
 		ns := map[string]*usageCounter{}
-		complete, err := a.partition(ctx, p, info.State.LastSeq, pullOf(info, atATime), func(d journal.Delivery) error {
+		complete, err := a.partitions(ctx, []int{p}, info.State.LastSeq, pullOf(info, atATime), func(d journal.Delivery) error {
 			if d.Err != nil && errors.Is(d.Err, events.ErrErased) {
 				delete(ns, d.Session)
 				return nil

@@ -29,6 +29,9 @@ func CheckSessionID(id string) error {
 		return bad("%q is refused since HTTP routers rewrite it", id)
 	}
 	for _, r := range id {
+		if r >= ' ' && r <= '~' { // most ids are of such
+			continue
+		}
 		if !unicode.IsPrint(r) {
 			return bad("expected printable characters, found %U", r)
 		}

@@ -7,6 +7,9 @@ package events
 // Get returns the value of the first member called name of the object b, or nil.
 func Get(b []byte, name string) []byte { return get(b, name) }
 
+// ValueEnd returns the offset behind the value that starts at offset i of b.
+func ValueEnd(b []byte, i int) int { return skipValue(b, i) }
+
 // EachMember calls f for every member of the object b, the key as it stands in the text
 // without its quotes, until f answers false. It answers false when b is no object.
 func EachMember(b []byte, f func(key, val []byte) bool) bool { return eachMember(b, f) }

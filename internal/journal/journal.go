@@ -261,6 +261,16 @@ func (j *Journal) Subject(session string) string {
 	return j.cfg.Prefix + "." + strconv.Itoa(events.Partition(token, j.cfg.Partitions)) + "." + token
 }
 
+// isSubject reports whether a subject is that of a session's log.
+func (j *Journal) isSubject(subject, session string) bool {
+	var store [320]byte
+	token := events.Token(session)
+	b := append(append(store[:0], j.cfg.Prefix...), '.')
+	b = strconv.AppendInt(b, int64(events.Partition(token, j.cfg.Partitions)), 10)
+	b = append(append(b, '.'), token...)
+	return string(b) == subject
+}
+
 // SessionOfSubject returns the session whose log a subject carries.
 func (j *Journal) SessionOfSubject(subject string) (string, error) {
 	i := strings.LastIndexByte(subject, '.')

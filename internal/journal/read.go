@@ -100,7 +100,7 @@ func (j *Journal) leaderMessage(ctx context.Context, stream string, req map[stri
 // commit reads a stored message and makes sure that it lies where its session belongs.
 func (j *Journal) commit(h nats.Header, body []byte, subject string, seq uint64) (*events.Commit, error) {
 	c, err := events.ParseCommit(h, body, seq)
-	if err == nil && j.Subject(c.Session) != subject {
+	if err == nil && !j.isSubject(subject, c.Session) {
 		err = &events.Error{Code: events.CodeCorrupt, Session: c.Session, Detail: fmt.Sprintf("stream sequence %d: a commit of session %q lies on subject %s", seq, c.Session, subject)}
 	}
 	if err != nil {

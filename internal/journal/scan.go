@@ -42,6 +42,14 @@ func (j *Journal) Each(ctx context.Context, stream, subject string, f func(jetst
 		func(m jetstream.Msg, _ *jetstream.MsgMetadata) (bool, error) { return false, f(m) })
 }
 
+// EachLast is Each for the last message of every subject that matches a filter. Those that become the last
+// one meanwhile may come too, or instead.
+func (j *Journal) EachLast(ctx context.Context, stream, filter string, f func(jetstream.Msg) error) error {
+	return j.each(ctx, stream, jetstream.OrderedConsumerConfig{
+		FilterSubjects: []string{filter}, DeliverPolicy: jetstream.DeliverLastPerSubjectPolicy, InactiveThreshold: 30 * time.Second,
+	}, func(m jetstream.Msg, _ *jetstream.MsgMetadata) (bool, error) { return false, f(m) })
+}
+
 // Buried returns the sessions whose log ends in a tombstone.
 func (j *Journal) Buried(ctx context.Context) (map[string]bool, error) {
 	out := map[string]bool{}

@@ -227,15 +227,19 @@ func checkCuts(t fataler, h *snapshot.Head, index []*snapshot.IndexPage, want []
 // expectInto is what the bucket must hold for a snapshot that was never flushed, on top of base.
 func expectInto(t fataler, s *snapshot.Snapshot, base bucket) bucket {
 	t.Helper()
-	f, err := s.Expect(nil)
+	b := maps.Clone(base)
+	head, err := s.ExpectHead(nil, nil)
 	if err != nil {
 		t.Fatalf("expect: %v", err)
 	}
-	b := maps.Clone(base)
-	for _, p := range f.Pages {
-		b[p.Key] = p.Value
+	b[snapshot.HeadKey(s.ID)] = head
+	err = s.ExpectPages(func(key string, value func(snapshot.Messages) ([]byte, error)) (err error) {
+		b[key], err = value(nil)
+		return err
+	})
+	if err != nil {
+		t.Fatalf("expect: %v", err)
 	}
-	b[f.Head.Key] = f.Head.Value
 	return b
 }
 

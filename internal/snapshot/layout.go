@@ -185,7 +185,7 @@ type Flush struct {
 // names an event whose data breaks a rule.
 func (s *Snapshot) Flush() (*Flush, error) {
 	places := make([]span, 0, s.Surface.Len()-s.tailAt)
-	f, err := s.values(nil, &places)
+	f, err := s.values(&places)
 	if err != nil {
 		return nil, err
 	}
@@ -202,39 +202,38 @@ func (s *Snapshot) Flush() (*Flush, error) {
 	return f, nil
 }
 
-// Shed returns the pages that were sealed since they were last written or shed, and the keys
-// of those that no entry refers to since, and lets go of the bodies that they hold. It is
-// Flush without a head, for whoever keeps the pages' hashes and not the bucket.
-func (s *Snapshot) Shed() (pages []KV, unreferenced []string, err error) {
-	if pages, err = s.unwrittenPages(); err != nil {
-		return nil, nil, err
-	}
-	s.letGo()
-	unreferenced, s.dropped = s.dropped, nil
-	return pages, unreferenced, nil
+// Messages gives the message of a node that is not in memory, nil when the node derives none. at is the
+// offset that it will have in the value that it is a part of.
+type Messages func(n *surface.Node, at int) ([]byte, error)
+
+// ExpectHead returns the head that the bucket must hold for the present state of a bare snapshot. It
+// changes nothing. The head may be written into room, which is not overwritten; where that is too small,
+// it gets memory of its own. Without from, as in ExpectPages, all messages must be in memory.
+func (s *Snapshot) ExpectHead(room []byte, from Messages) ([]byte, error) {
+	return s.appendHead(s.roomForHead(room[len(room):]), from, nil)
 }
 
-// Expect returns what the bucket must hold for the present state, for a snapshot that was
-// folded from the log's start and never flushed. It changes nothing. The head may be written
-// into room, which is not overwritten; where that is too small, it gets memory of its own.
-func (s *Snapshot) Expect(room []byte) (*Flush, error) { return s.values(room[len(room):], nil) }
+// ExpectPages calls f for every page and index page that the bucket must hold for the present state of a
+// bare snapshot, with a function that makes its value.
+func (s *Snapshot) ExpectPages(f func(key string, value func(Messages) ([]byte, error)) error) error {
+	return s.eachUnwritten(f)
+}
 
 // span is where a message stands in a value; end is 0 for none.
 type span struct{ from, end int }
 
-// values are what is to be written. The head is appended to room, where that is large enough; places,
-// when given, gets where the messages of the tail are in it.
-func (s *Snapshot) values(room []byte, places *[]span) (*Flush, error) {
+// values are what is to be written. places gets where the messages of the tail are in the head.
+func (s *Snapshot) values(places *[]span) (*Flush, error) {
 	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped}
-	var err error
-	if f.Pages, err = s.unwrittenPages(); err != nil {
+	err := s.eachUnwritten(func(key string, value func(Messages) ([]byte, error)) error {
+		v, err := value(nil)
+		f.Pages = append(f.Pages, KV{key, v})
+		return err
+	})
+	if err != nil {
 		return nil, err
 	}
-	// Room for the tail and a few kilobytes of all else, so that it need not be copied as it grows.
-	if n := int(s.tailSize) + 128*(s.Surface.Len()-s.tailAt) + 2048; cap(room)-len(room) < n {
-		room = make([]byte, 0, n)
-	}
-	head, err := s.appendHead(room, places)
+	head, err := s.appendHead(s.roomForHead(nil), nil, places)
 	if err != nil {
 		return nil, err
 	}
@@ -242,33 +241,47 @@ func (s *Snapshot) values(room []byte, places *[]span) (*Flush, error) {
 	return f, nil
 }
 
-// unwrittenPages are the sealed pages and index pages that the bucket does not have.
-func (s *Snapshot) unwrittenPages() (out []KV, err error) {
+// roomForHead returns room, or a larger one: for the tail and a few kilobytes of all else, so that the head
+// need not be copied as it grows.
+func (s *Snapshot) roomForHead(room []byte) []byte {
+	if n := int(s.tailSize) + 128*(s.Surface.Len()-s.tailAt) + 2048; cap(room)-len(room) < n {
+		return make([]byte, 0, n)
+	}
+	return room
+}
+
+// eachUnwritten calls f for the sealed pages and index pages that the bucket does not have.
+func (s *Snapshot) eachUnwritten(f func(key string, value func(Messages) ([]byte, error)) error) error {
 	if s.unwritten == 0 {
-		return nil, nil
+		return nil
 	}
 	token := events.Token(s.ID)
 	pos := 0
 	for g := 0; g <= len(s.groups); g++ {
 		pages := s.pagesOf(g)
 		start := pos
-		for i := range pages {
-			p := &pages[i]
+		for _, p := range pages {
 			if !p.written {
-				v, err := s.appendNodes([]byte(`{"v":1,"nodes":`), pos, p.count, nil)
+				err := f(PageKey(token, p.n), func(from Messages) ([]byte, error) {
+					v, err := s.appendNodes([]byte(`{"v":1,"nodes":`), pos, p.count, from, nil)
+					return append(v, '}'), err
+				})
 				if err != nil {
-					return nil, err
+					return err
 				}
-				out = append(out, KV{PageKey(token, p.n), append(v, '}')})
 			}
 			pos += p.count
 		}
 		if g < len(s.groups) && !s.groups[g].written {
-			v := s.appendEntries([]byte(`{"v":1,"pages":`), start, pages)
-			out = append(out, KV{IndexKey(token, s.groups[g].n), append(v, '}')})
+			err := f(IndexKey(token, s.groups[g].n), func(Messages) ([]byte, error) {
+				return append(s.appendEntries([]byte(`{"v":1,"pages":`), start, pages), '}'), nil
+			})
+			if err != nil {
+				return err
+			}
 		}
 	}
-	return out, nil
+	return nil
 }
 
 // letGo marks all pages as written and drops the bodies that the bucket has now.
@@ -293,19 +306,24 @@ func (s *Snapshot) letGo() {
 	s.unwritten, s.filled = 0, false
 }
 
-// appendNodes appends count nodes from a position on as a JSON array. places, when given, gets
-// where their messages are.
-func (s *Snapshot) appendNodes(b []byte, pos, count int, places *[]span) ([]byte, error) {
+// appendNodes appends count nodes from a position on as a JSON array. Their messages come from their bodies
+// unless from gives them. places, when given, gets where their messages are.
+func (s *Snapshot) appendNodes(b []byte, pos, count int, from Messages, places *[]span) ([]byte, error) {
 	b = append(b, '[')
 	for i := pos; i < pos+count; i++ {
 		n := s.Surface.Node(i)
-		msg, err := n.Message(s.Format)
-		if err != nil {
-			return nil, err
+		var msg []byte
+		var fp string
+		var err error
+		if from == nil {
+			if msg, err = n.Message(s.Format); err != nil {
+				return nil, err
+			}
 		}
-		fp, err := n.Fingerprint(s.Format)
-		if err != nil {
-			return nil, err
+		if from == nil || n.Kind == events.KindTool {
+			if fp, err = n.Fingerprint(s.Format); err != nil {
+				return nil, err
+			}
 		}
 		if i > pos {
 			b = append(b, ',')
@@ -319,9 +337,15 @@ func (s *Snapshot) appendNodes(b []byte, pos, count int, places *[]span) ([]byte
 		if fp != "" {
 			b = append(append(append(b, `,"fp":"`...), fp...), '"')
 		}
+		const name = `,"message":`
+		if from != nil {
+			if msg, err = from(n, len(b)+len(name)); err != nil {
+				return nil, err
+			}
+		}
 		var at span
 		if msg != nil {
-			b = append(append(b, `,"message":`...), msg...)
+			b = append(append(b, name...), msg...)
 			at = span{len(b) - len(msg), len(b)}
 		}
 		if places != nil {
@@ -353,7 +377,7 @@ func (s *Snapshot) appendEntries(b []byte, pos int, pages []page) []byte {
 }
 
 // appendHead writes the head by hand: encoding/json would read every message in it again.
-func (s *Snapshot) appendHead(b []byte, places *[]span) ([]byte, error) {
+func (s *Snapshot) appendHead(b []byte, from Messages, places *[]span) ([]byte, error) {
 	id, err := json.Marshal(s.ID)
 	if err != nil {
 		return nil, err
@@ -375,7 +399,7 @@ func (s *Snapshot) appendHead(b []byte, places *[]span) ([]byte, error) {
 	b = append(b, `],"pages":`...)
 	b = s.appendEntries(b, openAt, s.open)
 	b = append(b, `,"tail":`...)
-	if b, err = s.appendNodes(b, s.tailAt, s.Surface.Len()-s.tailAt, places); err != nil {
+	if b, err = s.appendNodes(b, s.tailAt, s.Surface.Len()-s.tailAt, from, places); err != nil {
 		return nil, err
 	}
 	state := s.Life.Snapshot()
