@@ -64,7 +64,7 @@ bench-append: ## Measure appends beside raw publishes to the same server, in two
 bench-append-flat: ## Measure appends to sessions of up to a million events, and memory
 	@$(GO) run ./bench/append --flat $(ARGS)
 
-bench-project: ## Measure projection and reads beside bare consumers, KV writes and KV reads, in two minutes (ARGS=--help)
+bench-project: ## Measure projection and reads beside bare consumers, KV writes and KV reads, in under three minutes (ARGS=--help)
 	@$(GO) run ./bench/project $(ARGS)
 
 bench-project-flat: ## Measure the bytes written to KV an event, for sessions of up to a million events

@@ -26,7 +26,7 @@ type bench struct {
 	Case       string        `help:"The case to profile: packed1, packed10, bare1, bare10 (their baselines), read/go, read/http or raw, the last three with a surface size behind a slash." placeholder:"NAME"`
 	Telemetry  bool          `help:"Measure instead what traces and metrics cost, sent to a collector in this process: in turns with and without."`
 	Flat       bool          `help:"Measure instead how many bytes are written to KV an event, by the session's length."`
-	Longest    int           `help:"With --flat: events of the longest session." default:"1000000"`
+	Longest    int           `help:"Events of the longest session that bytes written to KV are counted of." default:"1000000"`
 
 	out, progress io.Writer
 }
@@ -53,6 +53,12 @@ func (b *bench) run(ctx context.Context) (err error) {
 		if lines, err = foldLines(ctx, b.Rounds); err != nil {
 			return err
 		}
+		b.say("bytes written to KV")
+		flat, err := flatLine(ctx, b.Longest)
+		if err != nil {
+			return err
+		}
+		lines = append(lines, flat)
 	}
 	if b.wants("project") || b.wants("read") {
 		r, err := newBed(ctx)

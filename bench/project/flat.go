@@ -55,10 +55,27 @@ func written(ctx context.Context, length, size, every int) (float64, error) {
 	return float64(total) / float64(span), err
 }
 
+// shortest is the length that all others are compared with.
+const shortest = 100
+
+// flatLine is kvbytes/flat, of the longest session beside the shortest.
+func flatLine(ctx context.Context, longest int) (line, error) {
+	first, err := written(ctx, shortest, flatData, flatEvery)
+	if err != nil {
+		return line{}, err
+	}
+	last, err := written(ctx, longest, flatData, flatEvery)
+	return flatAs("kvbytes/flat", first, last), err
+}
+
+func flatAs(name string, first, last float64) line {
+	return line{Name: name, Value: rig.Round(last, 1), Unit: "bytes/event", Baseline: rig.Round(first, 1), Ratio: rig.Round(last/first, 1000)}
+}
+
 // flat measures bytes by length, at different sizes of events and of flushes.
 func (b *bench) flat(ctx context.Context) error {
 	t := tabwriter.NewWriter(b.out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	lengths := []int{100, 1000, b.Longest / 100, b.Longest}
+	lengths := []int{shortest, 1000, b.Longest / 100, b.Longest}
 	if !b.JSON {
 		fmt.Fprintf(b.out, "Bytes of heads and pages written to KV an event, over the last %d events of a session, or all of a shorter one.\n\n", flatSpan)
 		fmt.Fprint(t, "data\tevents a flush\t")
@@ -88,9 +105,9 @@ func (b *bench) flat(ctx context.Context) error {
 				fmt.Fprintf(t, "%.2f\t%.2f\t\n", last/per[0], last/per[1])
 			}
 			if size == flatData && every == flatEvery {
-				out = append(out, line{Name: "kvbytes/flat", Value: rig.Round(last, 1), Unit: "bytes/event", Baseline: rig.Round(per[0], 1), Ratio: rig.Round(last/per[0], 1000)})
+				out = append(out, flatAs("kvbytes/flat", per[0], last))
 			}
-			out = append(out, line{Name: fmt.Sprintf("kvbytes/data%d/every%d", size, every), Value: rig.Round(last, 1), Unit: "bytes/event", Baseline: rig.Round(per[0], 1), Ratio: rig.Round(last/per[0], 1000)})
+			out = append(out, flatAs(fmt.Sprintf("kvbytes/data%d/every%d", size, every), per[0], last))
 		}
 	}
 	if b.JSON {
