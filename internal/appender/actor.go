@@ -70,25 +70,25 @@ type actor struct {
 	unborn *events.Header // the header of a session that is not stored yet; nil for others
 }
 
-// begin works on what the queue holds first and leaves the rest to a goroutine.
-func (s *actor) begin() {
-	group := s.a.take(s)
+// begin works on what came to an actor at rest, and leaves what came meanwhile to a goroutine.
+func (s *actor) begin(w *work) {
+	group := []*work{w}
 	s.work(group)
-	if s.isContended() || !s.a.rest(s) {
-		go s.run()
+	if s.isContended() || !s.a.rest(s, group) {
+		go s.run(group)
 		return
 	}
 	s.a.running.Done()
 }
 
-// run works until the queue is empty.
-func (s *actor) run() {
+// run works until the queue is empty. group is what was worked on before.
+func (s *actor) run(group []*work) {
 	defer s.a.running.Done()
 	for {
 		s.leaveGap()
-		group := s.a.take(s)
+		group = s.a.take(s, group)
 		if len(group) == 0 {
-			if s.a.rest(s) {
+			if s.a.rest(s, nil) {
 				return
 			}
 			continue
@@ -103,7 +103,6 @@ func (s *actor) run() {
 // work carries out a group of work. A panic is a bug: it fails the group, and the state, which
 // cannot be trusted then, is loaded again.
 func (s *actor) work(group []*work) {
-	defer s.a.release(group)
 	defer func() {
 		p := recover()
 		if p == nil {

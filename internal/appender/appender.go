@@ -464,7 +464,7 @@ func (a *Appender) submit(w *work) error {
 		return err
 	}
 	if atRest {
-		s.begin()
+		s.begin(w)
 	} else {
 		<-w.done
 	}
@@ -475,7 +475,7 @@ func (a *Appender) submit(w *work) error {
 	return nil
 }
 
-// enqueue hands work to the session's actor. atRest says that the caller must make it work.
+// enqueue hands work to the session's actor. atRest says that the caller must make it work on that.
 func (a *Appender) enqueue(w *work) (s *actor, atRest bool, err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -497,9 +497,9 @@ func (a *Appender) enqueue(w *work) (s *actor, atRest bool, err error) {
 		a.sessions[w.Session] = s
 	}
 	a.pending += w.size
-	s.queue = append(s.queue, w)
 	if s.busy {
 		w.done = make(chan struct{})
+		s.queue = append(s.queue, w)
 		return s, false, nil
 	}
 	s.busy = true
@@ -512,13 +512,15 @@ func (a *Appender) enqueue(w *work) (s *actor, atRest bool, err error) {
 }
 
 // rest puts an actor without work aside and drops those that were not used for longest
-// while the states take more memory than they may. It reports false when there is work after all.
-func (a *Appender) rest(s *actor) bool {
+// while the states take more memory than they may. It reports false when there is work after all, and
+// does nothing then. done is work that is not counted as pending any more.
+func (a *Appender) rest(s *actor, done []*work) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if len(s.queue) > 0 {
 		return false
 	}
+	a.release(done)
 	s.busy = false
 	size := 0
 	if s.state != nil {
@@ -544,10 +546,12 @@ func (a *Appender) rest(s *actor) bool {
 // seq, time and a line end.
 const lineReserve = 64
 
-// take removes from the actor's queue what may become one commit.
-func (a *Appender) take(s *actor) []*work {
+// take removes from the actor's queue what may become one commit. done is work that is not counted as
+// pending any more.
+func (a *Appender) take(s *actor, done []*work) []*work {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	a.release(done)
 	n, count, size, reserve := 0, 0, 0, 0
 	for n < len(s.queue) {
 		w := s.queue[n]
@@ -565,10 +569,8 @@ func (a *Appender) take(s *actor) []*work {
 	return out
 }
 
-// release takes work that is done off the count of what is pending.
+// release takes work that is done off the count of what is pending. The caller holds the mutex.
 func (a *Appender) release(group []*work) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
 	for _, w := range group {
 		a.pending -= w.size
 	}

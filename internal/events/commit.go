@@ -1,6 +1,7 @@
 package events
 
 import (
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"iter"
@@ -19,6 +20,7 @@ const (
 	ceVersion         = "1.0"
 	cePrefix          = "ce-"
 	traceParentHeader = "traceparent"
+	sourcePrefix      = "/sessions/" // of ce-source, before the session's token
 
 	// NoActor is the actor of a commit whose caller was not authenticated.
 	NoActor = "-"
@@ -137,11 +139,29 @@ func NewCommitHeader() *CommitHeader {
 func (h *CommitHeader) Fill(c *Commit) {
 	v := &h.values
 	v[headerID], v[headerActor] = percentEncode(c.ID), percentEncode(c.Actor)
-	v[headerSource], v[headerSubject] = "/sessions/"+Token(c.Session), percentEncode(c.Session)
-	v[headerTime] = percentEncode(c.Time)
-	v[headerSequence], v[headerFirst], v[headerLast] = c.sequence(), c.First.String(), c.Last.String()
+	v[headerSubject], v[headerTime] = percentEncode(c.Session), percentEncode(c.Time)
 	v[headerFormat] = strconv.Itoa(int(c.Format))
-	v[headerDigest], v[headerChain] = c.Digest.String(), c.Chain.String()
+	// The others are parts of one string.
+	made := [...]int{headerSource, headerSequence, headerFirst, headerLast, headerDigest, headerChain}
+	var ends [len(made)]int
+	var store [512]byte
+	sequence := c.sequenceDigits()
+	b := append(append(store[:0], sourcePrefix...), Token(c.Session)...)
+	ends[0] = len(b)
+	b = append(b, sequence[:]...)
+	ends[1] = len(b)
+	b = strconv.AppendInt(b, int64(c.First), 10)
+	ends[2] = len(b)
+	b = strconv.AppendInt(b, int64(c.Last), 10)
+	ends[3] = len(b)
+	b = hex.AppendEncode(b, c.Digest[:])
+	ends[4] = len(b)
+	b = hex.AppendEncode(b, c.Chain[:])
+	ends[5] = len(b)
+	all, start := string(b), 0
+	for i, name := range made {
+		v[name], start = all[start:ends[i]], ends[i]
+	}
 	appends := ""
 	if len(c.Appends) > 0 {
 		b, err := json.Marshal(c.Appends)
@@ -274,10 +294,9 @@ func (c *Commit) findStray(h nats.Header) {
 	if v := first("ce-specversion"); v != ceVersion {
 		note("ce-specversion", ceVersion, v)
 	}
-	const before = "/sessions/"
 	token := Token(c.Session)
-	if v := first("ce-source"); len(v) < len(before) || v[:len(before)] != before || v[len(before):] != token {
-		note("ce-source", before+token, v)
+	if v, ok := strings.CutPrefix(first("ce-source"), sourcePrefix); !ok || v != token {
+		note("ce-source", sourcePrefix+token, first("ce-source"))
 	}
 	if v := first("ce-datacontenttype"); v != CommitContentType {
 		note("ce-datacontenttype", CommitContentType, v)

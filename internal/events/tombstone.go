@@ -35,7 +35,7 @@ func (t *Tombstone) Message() (*nats.Msg, error) {
 	}
 	h := nats.Header{}
 	for name, v := range map[string]string{
-		"specversion": ceVersion, "id": t.ID, "source": "/sessions/" + Token(t.Session), "type": ErasedType, "subject": t.Session,
+		"specversion": ceVersion, "id": t.ID, "source": sourcePrefix + Token(t.Session), "type": ErasedType, "subject": t.Session,
 		"time": t.Time, "datacontenttype": "application/json", "actor": t.By, "lastseq": strconv.FormatInt(int64(t.LastSeq), 10),
 	} {
 		h[cePrefix+name] = []string{percentEncode(v)}

@@ -121,7 +121,8 @@ func (a *acks) send(msg *nats.Msg, timeout time.Duration) (*nats.Msg, error) {
 	s.mu.Lock()
 	s.waiting[w.id] = w
 	s.mu.Unlock()
-	msg.Reply = a.prefix + strconv.FormatUint(w.id, 36)
+	var reply [64]byte
+	msg.Reply = string(strconv.AppendUint(append(reply[:0], a.prefix...), w.id, 36))
 	w.timer.Reset(timeout)
 	a.out.Publish(msg)
 	got := <-w.ch // an answer, a failed send or the timer's: each takes the waiter out of waiting first

@@ -257,18 +257,21 @@ func (j *Journal) Partition(session string) int {
 
 // Subject returns the subject of a session's log.
 func (j *Journal) Subject(session string) string {
+	var store [320]byte
+	return string(j.appendSubject(store[:0], session))
+}
+
+func (j *Journal) appendSubject(b []byte, session string) []byte {
 	token := events.Token(session)
-	return j.cfg.Prefix + "." + strconv.Itoa(events.Partition(token, j.cfg.Partitions)) + "." + token
+	b = append(append(b, j.cfg.Prefix...), '.')
+	b = strconv.AppendInt(b, int64(events.Partition(token, j.cfg.Partitions)), 10)
+	return append(append(b, '.'), token...)
 }
 
 // isSubject reports whether a subject is that of a session's log.
 func (j *Journal) isSubject(subject, session string) bool {
 	var store [320]byte
-	token := events.Token(session)
-	b := append(append(store[:0], j.cfg.Prefix...), '.')
-	b = strconv.AppendInt(b, int64(events.Partition(token, j.cfg.Partitions)), 10)
-	b = append(append(b, '.'), token...)
-	return string(b) == subject
+	return string(j.appendSubject(store[:0], session)) == subject
 }
 
 // SessionOfSubject returns the session whose log a subject carries.

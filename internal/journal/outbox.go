@@ -21,6 +21,10 @@ type Outbox struct {
 	spare []*nats.Msg // for the next queue
 }
 
+// enoughTogether is how many messages do not wait for more: with many senders the other end would
+// have nothing to do meanwhile.
+const enoughTogether = 10
+
 // NewOutbox returns an outbox for a connection. failed hears of a message that the connection
 // did not take.
 func NewOutbox(conn *nats.Conn, failed func(*nats.Msg, error)) *Outbox {
@@ -32,13 +36,14 @@ func NewOutbox(conn *nats.Conn, failed func(*nats.Msg, error)) *Outbox {
 func (o *Outbox) Publish(m *nats.Msg) {
 	o.mu.Lock()
 	o.queue = append(o.queue, m)
-	first := len(o.queue) == 1
-	o.mu.Unlock()
-	if !first {
-		return
+	if n := len(o.queue); n < enoughTogether {
+		o.mu.Unlock()
+		if n > 1 {
+			return
+		}
+		runtime.Gosched()
+		o.mu.Lock()
 	}
-	runtime.Gosched()
-	o.mu.Lock()
 	all := o.queue
 	o.queue, o.spare = o.spare, nil
 	o.mu.Unlock()
