@@ -54,7 +54,7 @@ func TestEveryCaseIsPrintedWithItsBaseline(t *testing.T) {
 	}
 	want := []string{
 		"project/packed1", "consumers/packed1", "unfiltered/packed1", "project/packed10", "consumers/packed10", "unfiltered/packed10",
-		"fold/append", "fold/replace", "read/go/20", "read/http/20", "read/go/500", "read/http/500", "read/go", "read/http",
+		"fold/append", "fold/replace", "kvbytes/flat", "read/go/20", "read/http/20", "read/go/500", "read/http/500", "read/go", "read/http",
 	}
 	if !slices.Equal(names, want) {
 		t.Errorf("expected %v, found %v", want, names)
