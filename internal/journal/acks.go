@@ -11,30 +11,35 @@ import (
 
 // acks sends messages over one connection and hands each its answer. All answers come to one
 // inbox, and a sender waits on a channel that is used again: that costs less than a request of
-// the client library, which keeps a map of its own under the lock that publishing takes too.
+// the client library, which keeps a map of its own under the lock that publishing takes too, and
+// a timer for each.
 type acks struct {
-	conn   *nats.Conn
-	out    *Outbox
-	prefix string
-	next   atomic.Uint64
-	flying atomic.Int64 // messages without an answer yet
-	pool   sync.Pool    // of *waiter
-	shards [16]ackShard
+	conn    *nats.Conn
+	out     *Outbox
+	prefix  string
+	timeout time.Duration
+	flying  atomic.Int64 // messages without an answer yet
+
+	mu      sync.Mutex                // guards free, and waiters against being grown twice
+	free    []*waiter                 // those that nobody uses
+	waiters atomic.Pointer[[]*waiter] // all, by their slots
+
+	timer    *time.Timer // calls sweep
+	sweeping atomic.Bool // the timer runs
+	sweeps   atomic.Int64
 
 	opening sync.Mutex // held while the inbox is subscribed to
 	opened  atomic.Bool
 }
 
-type ackShard struct {
-	mu      sync.Mutex
-	waiting map[uint64]*waiter
-}
-
 // waiter is a sender that waits for an answer, and is used again.
 type waiter struct {
-	ch    chan answer // with room for one
-	id    uint64      // of the message; read by the timer, which does not run while it changes
-	timer *time.Timer
+	ch   chan answer // with room for one
+	slot uint64
+	uses uint64
+	// id is that of the message that is waited for, 0 when none is. Who sets it to 0 answers.
+	id   atomic.Uint64
+	sent atomic.Int64 // after which sweep
 }
 
 // answer is what came back for a message, or why it could not be sent.
@@ -43,22 +48,21 @@ type answer struct {
 	err error
 }
 
-func newAcks(conn *nats.Conn) *acks {
-	a := &acks{conn: conn, prefix: conn.NewInbox() + "."}
+const (
+	// slotBits are those of an id that say the waiter's slot. The others count its uses, so that no id
+	// comes twice: a late answer finds nobody who waits for it.
+	slotBits = 24
+	// patience is how many sweeps pass before a message without an answer is given up.
+	patience = 16
+)
+
+// newAcks returns acks that wait for an answer for so long, or up to a sixteenth less.
+func newAcks(conn *nats.Conn, timeout time.Duration) *acks {
+	a := &acks{conn: conn, prefix: conn.NewInbox() + ".", timeout: timeout}
 	a.out = NewOutbox(conn, func(m *nats.Msg, err error) { a.answer(m.Reply, answer{err: err}) })
-	a.pool.New = func() any {
-		w := &waiter{ch: make(chan answer, 1)}
-		w.timer = time.AfterFunc(time.Hour, func() {
-			if a.remove(w.id) != nil { // else an answer is on its way
-				w.ch <- answer{err: nats.ErrTimeout}
-			}
-		})
-		w.timer.Stop()
-		return w
-	}
-	for i := range a.shards {
-		a.shards[i].waiting = map[uint64]*waiter{}
-	}
+	a.waiters.Store(new([]*waiter))
+	a.timer = time.AfterFunc(time.Hour, a.sweep)
+	a.timer.Stop()
 	return a
 }
 
@@ -92,43 +96,89 @@ func (a *acks) answer(subject string, got answer) {
 	if err != nil {
 		return // nobody of ours waits for that
 	}
-	if w := a.remove(id); w != nil {
+	if slot, all := id&(1<<slotBits-1), *a.waiters.Load(); slot < uint64(len(all)) {
+		all[slot].answer(id, got)
+	}
+}
+
+// answer hands the waiter the answer to a message, unless it does not wait for that (any more).
+func (w *waiter) answer(id uint64, got answer) {
+	if w.id.CompareAndSwap(id, 0) {
 		w.ch <- got
 	}
 }
 
-// remove returns the sender that waits under a number, nil when it waits no more.
-func (a *acks) remove(id uint64) *waiter {
-	s := &a.shards[id%uint64(len(a.shards))]
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	w := s.waiting[id]
-	delete(s.waiting, id)
+// take returns a waiter that nobody uses.
+func (a *acks) take() *waiter {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if last := len(a.free) - 1; last >= 0 {
+		w := a.free[last]
+		a.free = a.free[:last]
+		return w
+	}
+	all := *a.waiters.Load()
+	w := &waiter{ch: make(chan answer, 1), slot: uint64(len(all))}
+	all = append(all, w) // who has the shorter slice does not see it
+	a.waiters.Store(&all)
 	return w
+}
+
+func (a *acks) give(w *waiter) {
+	a.mu.Lock()
+	a.free = append(a.free, w)
+	a.mu.Unlock()
+}
+
+// watch has sweep called from now on.
+func (a *acks) watch() {
+	if !a.sweeping.Load() && a.sweeping.CompareAndSwap(false, true) {
+		a.timer.Reset(a.timeout / (patience + 1))
+	}
+}
+
+// sweep gives up the messages that are without an answer for too long. It is called again while there are
+// others.
+func (a *acks) sweep() {
+	now, more := a.sweeps.Add(1), false
+	for _, w := range *a.waiters.Load() {
+		switch id := w.id.Load(); {
+		case id == 0:
+		case now-w.sent.Load() > patience:
+			w.answer(id, answer{err: nats.ErrTimeout})
+		default:
+			more = true
+		}
+	}
+	if more {
+		a.timer.Reset(a.timeout / (patience + 1))
+		return
+	}
+	a.sweeping.Store(false)
+	if a.flying.Load() > 0 { // since a moment ago, maybe
+		a.watch()
+	}
 }
 
 // send sends a message and waits for its answer. It sets the message's reply subject, and
 // after a timeout the message may still be in use.
-func (a *acks) send(msg *nats.Msg, timeout time.Duration) (*nats.Msg, error) {
+func (a *acks) send(msg *nats.Msg) (*nats.Msg, error) {
 	if err := a.open(); err != nil {
 		return nil, err
 	}
 	a.flying.Add(1)
 	defer a.flying.Add(-1)
-	w := a.pool.Get().(*waiter)
-	w.id = a.next.Add(1)
-	s := &a.shards[w.id%uint64(len(a.shards))]
-	s.mu.Lock()
-	s.waiting[w.id] = w
-	s.mu.Unlock()
+	w := a.take()
+	w.uses++
+	id := w.uses<<slotBits | w.slot
+	w.sent.Store(a.sweeps.Load())
+	w.id.Store(id)
+	a.watch()
 	var reply [64]byte
-	msg.Reply = string(strconv.AppendUint(append(reply[:0], a.prefix...), w.id, 36))
-	w.timer.Reset(timeout)
+	msg.Reply = string(strconv.AppendUint(append(reply[:0], a.prefix...), id, 36))
 	a.out.Publish(msg)
-	got := <-w.ch // an answer, a failed send or the timer's: each takes the waiter out of waiting first
-	if w.timer.Stop() {
-		a.pool.Put(w) // else the timer's function runs, or did: it must not see the next message's id
-	}
+	got := <-w.ch
+	a.give(w)
 	if m := got.msg; m != nil && len(m.Data) == 0 && m.Header.Get("Status") == "503" {
 		return nil, nats.ErrNoResponders
 	}

@@ -124,7 +124,7 @@ type Faults struct {
 func Open(ctx context.Context, conns Conns, cfg Config, v *events.Vocabulary) (*Journal, error) {
 	j := &Journal{cfg: cfg.WithDefaults(), conns: conns}
 	for _, c := range conns.Publish {
-		j.acks = append(j.acks, newAcks(c))
+		j.acks = append(j.acks, newAcks(c, j.cfg.PublishTimeout))
 	}
 	var err error
 	if j.js, err = jetstream.New(conns.Read); err != nil {

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/nats-io/nats.go"
 
@@ -70,7 +71,7 @@ func TestAnOutboxNamesEachMessageThatItsConnectionRefuses(t *testing.T) {
 func TestASecondConnectionIsTakenWhenTheFirstIsBusy(t *testing.T) {
 	t.Parallel()
 	s := journaltest.Start(t)
-	first, second := newAcks(s.Conn(t)), newAcks(s.Conn(t))
+	first, second := newAcks(s.Conn(t), time.Second), newAcks(s.Conn(t), time.Second)
 	j := &Journal{acks: []*acks{first, second}}
 	for _, c := range []struct {
 		first, second int64

@@ -201,7 +201,7 @@ func (j *Journal) publishOnce(conn *acks, c *events.Commit, after uint64) (seq u
 	m := messages.Get().(*message)
 	m.fill(c, after)
 	m.Subject = j.Subject(c.Session)
-	resp, err := conn.send(&m.Msg, j.cfg.PublishTimeout)
+	resp, err := conn.send(&m.Msg)
 	if err == nil {
 		messages.Put(m) // a message without an answer may still be in use
 		seq, dup, err = parseAck(resp.Data)

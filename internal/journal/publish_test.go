@@ -148,15 +148,18 @@ func TestPublishFindsOutWhatBecameOfACommit(t *testing.T) {
 				}
 				session := fmt.Sprintf("case %d", i)
 				other, nc := open(t, s, quick), s.Conn(t)
-				j := open(t, s, quick)
-				var p *journaltest.Proxy
+				cfg := quick
 				if f.own { // what is written to a server that goes down gets no answer
-					j.cfg.PublishTimeout, j.cfg.ReadTimeout = time.Second, time.Second
+					cfg.PublishTimeout, cfg.ReadTimeout = time.Second, time.Second
 				}
 				if f.proxied {
+					cfg.PublishTimeout = 400 * time.Millisecond // waited for in full
+				}
+				j := open(t, s, cfg)
+				var p *journaltest.Proxy
+				if f.proxied {
 					p = s.StartProxy(t)
-					j.cfg.PublishTimeout = 400 * time.Millisecond // waited for in full
-					j.acks = []*acks{newAcks(journaltest.Dial(t, p.URL()))}
+					j.acks = []*acks{newAcks(journaltest.Dial(t, p.URL()), j.cfg.PublishTimeout)}
 				}
 				w := journaltest.NewWriter(session, nil)
 				base := w.Commit(session+" base", 3, 100)
@@ -273,6 +276,7 @@ func TestPublishLeavesAnOutcomeOpenOnlyWhenTheBudgetIsSpent(t *testing.T) {
 			for _, a := range attempts {
 				a.j.Faults = Faults{}
 				a.j.cfg = quick.WithDefaults()
+				a.j.acks = []*acks{newAcks(a.j.conns.Publish[0], a.j.cfg.PublishTimeout)}
 				before := slices.Clone(a.want)
 				if a.won && !a.before && !sent {
 					before = before[:1]
