@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"path/filepath"
 
 	"palimpsest/internal/api"
 	"palimpsest/internal/appender"
@@ -47,7 +48,7 @@ func (f storeFlags) exists() error {
 	if f.NATS != "" || f.Context != "" {
 		return nil
 	}
-	if _, err := os.Stat(f.Data); errors.Is(err, os.ErrNotExist) {
+	if _, err := os.Stat(filepath.Join(f.Data, "jetstream")); errors.Is(err, os.ErrNotExist) {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--data: there is no store at %s; give the directory of one, or --nats", f.Data)}
 	}
 	return nil

@@ -134,10 +134,13 @@ func (s *projectorAPI) view(w http.ResponseWriter, r *http.Request, id string, m
 	if err != nil {
 		return nil, err
 	}
+	w.Header().Set("Cache-Control", "no-cache")
+	if v.Quarantine != nil { // which may end without another event
+		return v, nil
+	}
 	etag := fmt.Sprintf(`"%d"`, v.Last())
 	w.Header().Set("ETag", etag)
-	w.Header().Set("Cache-Control", "no-cache")
-	if v.Quarantine == nil && matches(r.Header.Get("If-None-Match"), etag) {
+	if matches(r.Header.Get("If-None-Match"), etag) {
 		w.WriteHeader(http.StatusNotModified)
 		return nil, nil
 	}

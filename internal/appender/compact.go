@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 
 	"github.com/nats-io/nuid"
 
@@ -45,8 +46,8 @@ func (a *Appender) Compact(ctx context.Context, r CompactRequest) (*Receipt, err
 	if err != nil {
 		return nil, err
 	}
-	if c := string(content); c == `[]` || c == `[{"type":"text","text":""}]` {
-		return nil, &events.Error{Code: events.CodeBadRequest, Session: r.Session, Detail: "summary: expected a text or an array of content blocks with something in it, found nothing: the range would be lost to the model"}
+	if err := checkSummary(r.Session, content); err != nil {
+		return nil, err
 	}
 	if err := checkAllow(r.Session, r.Allow); err != nil {
 		return nil, err
@@ -57,6 +58,35 @@ func (a *Appender) Compact(ctx context.Context, r CompactRequest) (*Receipt, err
 			return e.Op == events.Op{Kind: events.OpReplace, Start: r.Start, End: r.End} && bytes.Equal(events.Get(e.Data(), "content"), content)
 		},
 		derive: func(ctx context.Context, s *actor) ([][]byte, error) { return s.compaction(ctx, r, id, content) }})
+}
+
+// checkSummary refuses an array whose elements are no content blocks, or blank texts all of them: the range
+// would be lost to the model.
+func checkSummary(session string, content json.RawMessage) error {
+	var blocks []struct {
+		Type string  `json:"type"`
+		Text *string `json:"text"`
+	}
+	if err := json.Unmarshal(content, &blocks); err != nil {
+		return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: fmt.Sprintf("summary: expected content blocks, found %s: %v", clip(content), err)}
+	}
+	blank := true
+	for _, b := range blocks {
+		switch {
+		case b.Type == "":
+			return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: "summary: expected content blocks, each with a type, found " + clip(content)}
+		case b.Type != "text":
+			blank = false
+		case b.Text == nil:
+			return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: "summary: expected a text in each block of type text, found " + clip(content)}
+		case strings.TrimSpace(*b.Text) != "":
+			blank = false
+		}
+	}
+	if blank {
+		return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: "summary: expected a text or content blocks with something in it, found " + clip(content)}
+	}
+	return nil
 }
 
 func checkAllow(session string, allow []string) error {

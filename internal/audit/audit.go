@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"iter"
 	"math"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -339,6 +340,39 @@ func (a *Auditor) sessions(ctx context.Context, o Options) (ids []string, logged
 // Session verifies one session.
 func (a *Auditor) Session(ctx context.Context, id string, o Options) (*SessionReport, error) {
 	o = o.withDefaults()
+	r, err := a.session(ctx, id, o)
+	if err != nil {
+		return nil, err
+	}
+	return a.settled(ctx, r, o)
+}
+
+// settled verifies a session anew in which something was found while it was being erased, until what is found stays
+// the same for a while: the erasure was cut off then, or is over.
+func (a *Auditor) settled(ctx context.Context, r *SessionReport, o Options) (*SessionReport, error) {
+	const pause, while = 250 * time.Millisecond, 2 * time.Second
+	for changed := time.Now(); len(r.Findings) > 0 && time.Since(changed) < while; {
+		if _, err := a.log.LeaderLast(ctx, r.Session); !errors.Is(err, events.ErrErased) {
+			return r, nil // trouble is met elsewhere
+		}
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+		again, err := a.session(ctx, r.Session, o)
+		if err != nil {
+			return nil, err
+		}
+		if !reflect.DeepEqual(again.Findings, r.Findings) {
+			changed = time.Now()
+		}
+		r = again
+	}
+	return r, nil
+}
+
+func (a *Auditor) session(ctx context.Context, id string, o Options) (*SessionReport, error) {
 	v, err := a.begin(ctx, id, o)
 	if err != nil {
 		return nil, err

@@ -44,5 +44,13 @@ func (v *verifier) erasure(ctx context.Context) error {
 	if head != nil || err != nil {
 		v.find(Finding{Check: CheckErasure, StreamSeq: at, Key: snapshot.HeadKey(v.id), Detail: "an erased session has a head" + again})
 	}
+	pages, err := v.a.buckets.Snapshots.KV().ListKeysFiltered(ctx, snapshot.HeadKey(v.id)+".>")
+	if err != nil {
+		return err
+	}
+	defer pages.Stop()
+	for key := range pages.Keys() {
+		v.find(Finding{Check: CheckErasure, StreamSeq: at, Key: key, Detail: "an erased session has a page" + again})
+	}
 	return nil
 }

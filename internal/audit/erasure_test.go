@@ -352,3 +352,59 @@ func TestErasureOfForksEndsWhereParentsGoInACircle(t *testing.T) {
 		t.Errorf("erased %v", erased)
 	}
 }
+
+// TestVerifyBesideErasuresFindsNothing: what goes away while it is looked at is no finding, and a page that is
+// left of an erased session is one.
+func TestVerifyBesideErasuresFindsNothing(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	ids := []string{"a", "b", "c", "d", "e", "f"}
+	for _, id := range ids {
+		for range 20 {
+			w.append(id, user("a text of "+id))
+		}
+		w.projected(id)
+	}
+	e, err := erasure.New(ctx, w.log, w.headers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	erased := make(chan error, 1)
+	go func() {
+		for _, id := range ids {
+			if _, err := e.Erase(ctx, erasure.Request{Session: id, Reason: "asked for", By: "ann"}); err != nil {
+				erased <- err
+				return
+			}
+		}
+		erased <- nil
+	}()
+	auditor := audit.New(w.log, w.headers, w.buckets)
+	for done := false; !done; {
+		select {
+		case err := <-erased:
+			if err != nil {
+				t.Fatal(err)
+			}
+			done = true
+		default:
+		}
+		report, err := auditor.All(ctx, audit.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range report.Findings {
+			t.Errorf("beside erasures: %+v", f)
+		}
+	}
+	key := snapshot.PageKey("c", 3)
+	w.put(key, "{}")
+	report, err := auditor.Session(ctx, "c", audit.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(report.Findings) != 1 || report.Findings[0].Check != audit.CheckErasure || report.Findings[0].Key != key {
+		t.Errorf("a page that is left: found %+v", report.Findings)
+	}
+}

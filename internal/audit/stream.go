@@ -162,6 +162,9 @@ func (a *Auditor) group(ctx context.Context, g group, end uint64, pull int, out 
 	return errors.Join(failed, parallel(ctx, finishing, a.withHeads(ctx, vs, len(g.partitions) > 1 && !out.o.LogOnly), func(v headed) error {
 		r, err := v.finish(ctx, out.o, v.head)
 		if err == nil {
+			r, err = a.settled(ctx, r, out.o)
+		}
+		if err == nil {
 			out.add(r)
 		}
 		return err

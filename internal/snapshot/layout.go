@@ -544,6 +544,21 @@ func (s *Snapshot) Pages() []int64 {
 	return out
 }
 
+// around is a value, or if that is long the part of it that lies around an offset.
+func around(m json.RawMessage, at int) string {
+	const before, most = 60, 120
+	from := max(0, min(at, len(m))-before)
+	to := min(len(m), from+most)
+	text := strings.ToValidUTF8(string(m[from:to]), "")
+	if from > 0 {
+		text = "…" + text
+	}
+	if to < len(m) {
+		text += "…"
+	}
+	return text
+}
+
 // Difference says how a value of the bucket differs from what it should be, member by member;
 // "" when it does not.
 func Difference(want, got []byte) string {
@@ -557,15 +572,13 @@ func Difference(want, got []byte) string {
 	if err := json.Unmarshal(want, &a); err != nil {
 		return err.Error()
 	}
-	clip := func(m json.RawMessage) string {
-		if len(m) > 120 {
-			return string(m[:120]) + "…"
-		}
-		return string(m)
-	}
 	for _, k := range slices.Sorted(maps.Keys(a)) {
 		if !bytes.Equal(a[k], b[k]) {
-			return fmt.Sprintf("%s: expected %s, found %s", k, clip(a[k]), clip(b[k]))
+			same := 0
+			for same < min(len(a[k]), len(b[k])) && a[k][same] == b[k][same] {
+				same++
+			}
+			return fmt.Sprintf("%s: expected %s, found %s", k, around(a[k], same), around(b[k], same))
 		}
 	}
 	for _, k := range slices.Sorted(maps.Keys(b)) {

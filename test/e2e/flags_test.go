@@ -34,6 +34,7 @@ func TestFlagsThatCannotBeMeantAreUsageErrors(t *testing.T) {
 		{"projector", "surface s --min-seq=-1", "--min-seq: expected 0 or more, found -1"},
 		{"projector", "sessions --connect-wait=-1s", "--connect-wait: expected 0s or more, found -1s"},
 		{"appender", "erase --finish --by ann --data " + filepath.Join(empty, "none"), "there is no store at " + filepath.Join(empty, "none")},
+		{"appender", "erase --finish --by ann --data " + empty, "there is no store at " + empty},
 		{"appender", "import x --connect-wait=-1s", "--connect-wait: expected 0s or more, found -1s"},
 		{"projector", "sessions --event-types user/message", `"user/message" is built in`},
 		{"projector", "sessions --event-types a/b,turn/start", `"turn/start" is built in`},
