@@ -180,32 +180,28 @@ func (c *replayCmd) Run(ctx context.Context) error {
 		r.To = events.Seq(*c.To)
 	}
 	return c.with(ctx, func(s *store) error {
-		replayed := 0
-		defer func() {
-			if err == nil && replayed == 0 {
-				fmt.Fprintf(os.Stderr, "session %s has no event from seq %d to %s\n", c.Session, r.From, c.last())
-			}
-		}()
-		if c.Subject == "" {
-			err = s.auditor().Replay(ctx, c.Session, r, func(e *events.Event, _ *events.Commit) error {
-				replayed++
+		nc, replayed := s.conns.Publish[0], 0
+		err := s.auditor().Replay(ctx, c.Session, r, func(e *events.Event, _ *events.Commit) error {
+			replayed++
+			if c.Subject == "" {
 				_, err := os.Stdout.Write(append(e.Line[:len(e.Line):len(e.Line)], '\n'))
 				return err
-			})
-			return err
-		}
-		nc := s.conns.Publish[0]
-		err = s.auditor().Replay(ctx, c.Session, r, func(e *events.Event, _ *events.Commit) error {
-			replayed++
+			}
 			m := nats.NewMsg(c.Subject)
 			m.Header.Set("session", events.Token(c.Session))
 			m.Header.Set("seq", e.Seq.String())
 			m.Data = e.Line
 			return nc.PublishMsg(m)
 		})
-		flush, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTime)
-		defer cancel()
-		return errors.Join(err, nc.FlushWithContext(flush))
+		if c.Subject != "" {
+			flush, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTime)
+			defer cancel()
+			err = errors.Join(err, nc.FlushWithContext(flush))
+		}
+		if err == nil && replayed == 0 {
+			fmt.Fprintf(os.Stderr, "session %s has no event from seq %d to %s\n", c.Session, r.From, c.last())
+		}
+		return err
 	})
 }
 

@@ -63,28 +63,29 @@ func (a *Appender) Compact(ctx context.Context, r CompactRequest) (*Receipt, err
 // checkSummary refuses an array whose elements are no content blocks, or blank texts all of them: the range
 // would be lost to the model.
 func checkSummary(session string, content json.RawMessage) error {
+	bad := func(expected string) error {
+		return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: fmt.Sprintf("summary: expected %s, found %s", expected, clip(content))}
+	}
 	var blocks []struct {
 		Type string  `json:"type"`
 		Text *string `json:"text"`
 	}
 	if err := json.Unmarshal(content, &blocks); err != nil {
-		return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: fmt.Sprintf("summary: expected content blocks, found %s: %v", clip(content), err)}
+		return bad(fmt.Sprintf("content blocks (%v)", err))
 	}
 	blank := true
 	for _, b := range blocks {
 		switch {
 		case b.Type == "":
-			return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: "summary: expected content blocks, each with a type, found " + clip(content)}
-		case b.Type != "text":
-			blank = false
-		case b.Text == nil:
-			return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: "summary: expected a text in each block of type text, found " + clip(content)}
-		case strings.TrimSpace(*b.Text) != "":
+			return bad("content blocks, each with a type")
+		case b.Type == "text" && b.Text == nil:
+			return bad("a text in each block of type text")
+		case b.Type != "text" || strings.TrimSpace(*b.Text) != "":
 			blank = false
 		}
 	}
 	if blank {
-		return &events.Error{Code: events.CodeBadRequest, Session: session, Detail: "summary: expected a text or content blocks with something in it, found " + clip(content)}
+		return bad("a text or content blocks with something in it")
 	}
 	return nil
 }
