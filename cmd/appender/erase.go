@@ -78,7 +78,9 @@ func (c *eraseCmd) erase(ctx context.Context, s *store) error {
 	if c.Finish {
 		var moved int
 		if moved, err = e.Finish(ctx); err == nil {
-			out.Moved = &moved
+			if out.Moved = &moved; out.Receipt != nil {
+				out.Receipt.Finished()
+			}
 			if !c.JSON {
 				fmt.Printf("finished: %d keys moved to new files\n", moved)
 			}

@@ -47,6 +47,12 @@ type explainCmd struct {
 }
 
 func (c *explainCmd) Run(ctx context.Context) error {
+	if err := platform.AboveZero(map[string]int64{"limit": int64(c.Limit)}); err != nil {
+		return err
+	}
+	if c.Seq < 0 {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("explain: expected a seq, found %d", c.Seq)}
+	}
 	return c.with(ctx, func(s *store) error {
 		x, err := s.auditor().Explain(ctx, c.Session, events.Seq(c.Seq), c.Limit)
 		if err != nil {
@@ -93,6 +99,9 @@ type diffCmd struct {
 }
 
 func (c *diffCmd) Run(ctx context.Context) error {
+	if c.From < int64(events.NoSeq) || c.From > c.To {
+		return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("diff: expected -1 or a seq, and a seq that is not before it, found %d and %d", c.From, c.To)}
+	}
 	return c.with(ctx, func(s *store) error {
 		d, err := s.auditor().Diff(ctx, c.Session, events.Seq(c.From), events.Seq(c.To))
 		if err != nil {
@@ -169,7 +178,7 @@ func (c *replayCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: err}
 	}
-	if err := errors.Join(platform.NotBelow(0, map[string]time.Duration{"max-gap": c.MaxGap}), seqs(map[string]*int64{"from": &c.From, "to": c.To})); err != nil {
+	if err := errors.Join(platform.NotBelow(0, map[string]time.Duration{"max-gap": c.MaxGap}), seqRange(c.From, c.To)); err != nil {
 		return err
 	}
 	if err := c.checkSubject(); err != nil {

@@ -3,12 +3,14 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"strings"
 
 	"github.com/alecthomas/kong"
 
+	"palimpsest/internal/events"
 	"palimpsest/internal/platform"
 )
 
@@ -55,7 +57,9 @@ func run(ctx context.Context, args []string) error {
 		return err
 	}
 	kctx.BindTo(ctx, (*context.Context)(nil))
-	err = kctx.Run()
+	if err = kctx.Run(); errors.Is(err, &events.Error{Code: events.CodeBadRequest}) {
+		err = &platform.ExitError{Code: platform.ExitUsage, Err: err}
+	}
 	switch strings.Fields(kctx.Command())[0] {
 	case "serve", "watch", "feed": // until somebody ends them
 		return err

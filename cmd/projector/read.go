@@ -61,6 +61,15 @@ func seqs(flags map[string]*int64) error {
 	return platform.NotBelow(0, given)
 }
 
+// seqRange is a usage error unless a range that may have no end is one of seqs and does not end before it begins.
+func seqRange(from int64, to *int64) error {
+	err := seqs(map[string]*int64{"from": &from, "to": to})
+	if err == nil && to != nil && *to < from {
+		err = &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("--from and --to: expected a seq, and one that is not before it, found %d and %d", from, *to)}
+	}
+	return err
+}
+
 func (f *viewFlags) query() url.Values {
 	q := url.Values{"timeout": {f.Timeout.String()}}
 	if f.MinSeq != nil {
@@ -231,7 +240,7 @@ type rangeFlags struct {
 // AfterApply says what is wrong with the flags, when the command line has been read.
 func (f rangeFlags) AfterApply() error {
 	limit := int64(f.Limit)
-	return errors.Join(f.NATSFlags.AfterApply(), seqs(map[string]*int64{"from": &f.From, "to": f.To, "limit": &limit}))
+	return errors.Join(f.NATSFlags.AfterApply(), seqRange(f.From, f.To), seqs(map[string]*int64{"limit": &limit}))
 }
 
 // pages reads a paged answer of the read API to its end, or to the limit.

@@ -66,7 +66,9 @@ func (c *verifyCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	c.Wait = max(c.Wait, 1) // 0 would mean the default
+	if c.Wait == 0 {
+		c.Wait = -1 // not at all; 0 would mean the default
+	}
 	o, err := c.options()
 	if err != nil {
 		return &platform.ExitError{Code: platform.ExitUsage, Err: err}

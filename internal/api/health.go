@@ -85,6 +85,9 @@ type HealthFlags struct {
 
 // Check asks the program at a base URL how it is. The error says what it answered.
 func (f HealthFlags) Check(ctx context.Context, base string) error {
+	if err := platform.AboveZero(map[string]time.Duration{"timeout": f.Timeout}); err != nil {
+		return err
+	}
 	base, err := BaseURL(base)
 	if err != nil {
 		return err

@@ -41,8 +41,8 @@ func (s *projectorAPI) explain(w http.ResponseWriter, r *http.Request, id string
 
 func (s *projectorAPI) diff(w http.ResponseWriter, r *http.Request, id string) error {
 	q := readQuery(r, "from", "to")
-	from := events.NoSeq
-	if q.Get("from") != "-1" { // the empty surface
+	from := q.seqOrStart("from", "the empty surface")
+	if !q.Has("from") {
 		from = q.must("from")
 	}
 	to := q.must("to")

@@ -220,10 +220,14 @@ func summaryOf(h *events.Header, sum session.Summary, q *projection.Quarantine) 
 // rangeOf reads which part of a log is asked for.
 func (s *projectorAPI) rangeOf(r *http.Request, more ...string) (projection.Range, *query) {
 	q := readQuery(r, append(more, "from", "to", "limit")...)
-	return projection.Range{
+	rg := projection.Range{
 		From: q.seq("from", 0), To: q.seq("to", events.MaxSeq),
 		Limit: q.limit("limit", 1000, 10000), MaxBytes: s.cfg.PageBytes,
-	}, q
+	}
+	if q.err == nil && rg.From > rg.To {
+		q.err = badRequest(fmt.Sprintf("from and to: expected a seq, and one that is not before it, found %d and %d", rg.From, rg.To))
+	}
+	return rg, q
 }
 
 // page answers a page of the log: a head, the items that each gives, and where to go on.

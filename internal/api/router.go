@@ -235,6 +235,19 @@ func (q *query) seq(name string, def events.Seq) events.Seq {
 	return n
 }
 
+// seqOrStart reads a seq, or -1 for what lies before the first one, as when it is absent.
+func (q *query) seqOrStart(name, start string) events.Seq {
+	if q.Get(name) == events.NoSeq.String() {
+		return events.NoSeq
+	}
+	before := q.err
+	n := q.seq(name, events.NoSeq)
+	if before == nil && q.err != nil {
+		q.err = badRequest(fmt.Sprintf("%s: expected an integer from 0 to 2^53-1, or -1 for %s, found %q", name, start, short(q.Get(name))))
+	}
+	return n
+}
+
 // limit reads a count from 1 to most; def when it is absent.
 func (q *query) limit(name string, def, most int) int {
 	n := q.seq(name, events.Seq(def))

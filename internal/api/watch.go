@@ -15,12 +15,7 @@ import (
 // seq; at the end an `end` that says why. It resumes with Last-Event-ID or from=.
 func (s *projectorAPI) watch(w http.ResponseWriter, r *http.Request, id string) error {
 	q := readQuery(r, "from")
-	from := events.NoSeq // from=-1 asks for everything
-	if v := q.Get("from"); v != from.String() {
-		if from = q.seq("from", from); q.err != nil && q.Has("from") {
-			q.err = badRequest(fmt.Sprintf("from: expected a seq from 0 to 2^53-1, or -1 for the log's start, found %q", short(v)))
-		}
-	}
+	from := q.seqOrStart("from", "the log's start")
 	if q.err != nil {
 		return q.err
 	}

@@ -56,7 +56,10 @@ type Finding struct {
 
 // String returns the finding in one line.
 func (f Finding) String() string {
-	s := fmt.Sprintf("%s: %s", f.Session, f.Check)
+	s := f.Check
+	if f.Session != "" { // else it is about the store
+		s = f.Session + ": " + s
+	}
 	if f.Rule != "" {
 		s += " " + string(f.Rule)
 	}
@@ -122,7 +125,7 @@ type Options struct {
 	// LogOnly leaves heads and pages out.
 	LogOnly bool
 	// Wait is how long a projection may take to reach the log's end before its lag is a
-	// finding. Defaults to 10 s.
+	// finding; below 0 for no time at all. Defaults to 10 s.
 	Wait time.Duration
 	// Parallel is how many sessions are verified at a time, and by All how many partitions of
 	// the log where it reads them one by one, at most. Defaults to 8.
@@ -734,7 +737,7 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration, raw []byt
 			}
 			last := v.snap.Last()
 			v.find(Finding{Check: CheckProjection, Seq: &last, Key: snapshot.HeadKey(v.id), Expected: fmt.Sprintf("a head at seq %d", last), Found: fmt.Sprintf("seq %d", v.r.HeadSeq),
-				Detail: fmt.Sprintf("the projection did not reach the log's end within %v", wait)})
+				Detail: fmt.Sprintf("the projection did not reach the log's end within %v", max(wait, 0))})
 			return nil
 		}
 		if head.Seq > v.snap.Last() {
@@ -757,7 +760,7 @@ func (v *verifier) projection(ctx context.Context, wait time.Duration, raw []byt
 			return err
 		}
 		if time.Now().After(deadline) {
-			v.find(Finding{Check: CheckProjection, Key: snapshot.HeadKey(v.id), Detail: fmt.Sprintf("head and pages were found to differ from a fresh fold, but the head moved on each time they were compared, for %v", wait)})
+			v.find(Finding{Check: CheckProjection, Key: snapshot.HeadKey(v.id), Detail: fmt.Sprintf("head and pages were found to differ from a fresh fold, but the head moved on each time they were compared, for %v", max(wait, 0))})
 			return nil
 		}
 	}

@@ -84,6 +84,14 @@ type Receipt struct {
 	Forks    []*Receipt `json:"forks,omitempty"` // those of them that were erased with it
 }
 
+// Finished says in a receipt, and in those of forks, that Finish was done after it.
+func (r *Receipt) Finished() {
+	r.Clean, r.Unfinished = append(r.Clean, r.Unfinished...), []string{}
+	for _, f := range r.Forks {
+		f.Finished()
+	}
+}
+
 // Erase erases a session. It can be repeated: what an erasure that was cut off has left is
 // done then, and the receipt has the reason of the first one. session-not-found says that there
 // is no such session.

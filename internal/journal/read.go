@@ -386,24 +386,34 @@ func (j *Journal) CatchUp(ctx context.Context, session string, after uint64, nex
 
 // Locate returns the commit that holds an event, nil when the log ends before that seq, or for NoSeq. It
 // bisects over the first seqs of the session's commits; there is no index to keep. A seq that the
-// log lacks before its end is the error of NotNext.
+// log lacks before its end is the error of NotNext, and one that may lie in a message which is no commit
+// is a *MalformedError: such a message hides no other.
 func (j *Journal) Locate(ctx context.Context, session string, seq events.Seq) (*events.Commit, error) {
 	last, err := j.LeaderLast(ctx, session)
-	if err != nil || last == nil || seq < 0 || seq > last.Last {
+	lo, hi := uint64(1), uint64(0) // the stream sequences at which the wanted commit may lie
+	bad, isBad := malformed(err)
+	switch {
+	case isBad:
+		hi = bad.StreamSeq - 1
+	case err != nil || last == nil || seq < 0 || seq > last.Last:
 		return nil, err
-	}
-	if seq >= last.First {
+	case seq >= last.First:
 		return last, nil
+	default:
+		hi = last.StreamSeq - 1
 	}
-	// lo..hi are the stream sequences at which the wanted commit may lie.
-	lo, hi := uint64(1), last.StreamSeq-1
 	next, behind := events.Seq(0), last // the seq that comes next before lo, the commit behind hi
-	for lo <= hi {
+	for seq >= 0 && lo <= hi {
 		mid := lo + (hi-lo)/2
-		c, err := j.leaderNext(ctx, session, mid)
+		c, skipped, err := j.commitFrom(ctx, session, mid, hi)
+		if skipped != nil {
+			bad = skipped
+		}
 		switch {
 		case err != nil:
 			return nil, err
+		case c == nil:
+			hi = mid - 1
 		case c.First > seq: // at or behind mid is too late
 			hi, behind = mid-1, c
 		case c.Last < seq:
@@ -412,7 +422,37 @@ func (j *Journal) Locate(ctx context.Context, session string, seq events.Seq) (*
 			return c, nil
 		}
 	}
+	if bad != nil {
+		return nil, bad
+	}
 	return nil, j.Hole(ctx, behind, next)
+}
+
+// commitFrom returns the session's first commit from one stream sequence to another, nil when there is
+// none. Messages before it that are no commits are skipped, the last of which comes back.
+func (j *Journal) commitFrom(ctx context.Context, session string, from, to uint64) (*events.Commit, *MalformedError, error) {
+	var skipped *MalformedError
+	for from <= to {
+		c, err := j.leaderNext(ctx, session, from)
+		bad, isBad := malformed(err)
+		switch {
+		case isBad:
+			skipped, from = bad, bad.StreamSeq+1
+			continue
+		case errors.Is(err, jetstream.ErrMsgNotFound) || err == nil && c.StreamSeq > to:
+			return nil, skipped, nil
+		}
+		return c, skipped, err
+	}
+	return nil, skipped, nil
+}
+
+// malformed returns the error of a message that is no commit, unless it is the tombstone of an erased
+// session.
+func malformed(err error) (*MalformedError, bool) {
+	var bad *MalformedError
+	ok := errors.As(err, &bad) && !errors.Is(err, events.ErrErased)
+	return bad, ok
 }
 
 // CommitID returns the Nats-Msg-Id of the message at a stream sequence, as the stream's leader has

@@ -96,6 +96,49 @@ func TestLocateInAHole(t *testing.T) {
 	}
 }
 
+// TestLocatePastMessagesThatAreNoCommits: such a message hides no commit before or behind it, and what may
+// lie in it is neither absent nor a hole.
+func TestLocatePastMessagesThatAreNoCommits(t *testing.T) {
+	t.Parallel()
+	s := journaltest.Start(t)
+	j := open(t, s, quick)
+	other := journaltest.NewWriter("other", nil)
+	var after uint64
+	beside := func() { after = store(t, j, after, other.Commit(fmt.Sprint("o", after), 1, 60)) }
+	raw := func() uint64 {
+		ack, err := j.js.Publish(journaltest.Context(t), j.Subject("s"), []byte("hello"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return ack.Sequence
+	}
+	w := journaltest.NewWriter("s", nil)
+	beside()
+	first := raw()
+	end := store(t, j, first, w.Commit("a", 2, 60), w.Commit("b", 1, 60)) // 0, 1; 2
+	beside()
+	store(t, j, raw(), w.Commit("c", 2, 60)) // 3, 4
+	for range 3 {
+		beside()
+		raw()
+	}
+	raw()
+	for seq, want := range map[events.Seq]string{0: "a", 1: "a", 2: "b", 3: "c", 4: "c", 5: "", 100: ""} {
+		got, err := j.Locate(journaltest.Context(t), "s", seq)
+		var bad *MalformedError
+		if want == "" {
+			if got != nil || !errors.As(err, &bad) {
+				t.Errorf("seq %d: %+v, %v, want the error of one of the messages", seq, got, err)
+			}
+		} else if err != nil || got == nil || got.ID != want {
+			t.Errorf("seq %d: %+v, %v, want %s", seq, got, err, want)
+		}
+	}
+	if c, skipped, err := j.commitFrom(journaltest.Context(t), "s", first, end-1); err != nil || c == nil || c.ID != "a" || skipped == nil || skipped.StreamSeq != first {
+		t.Errorf("%+v, %+v, %v", c, skipped, err)
+	}
+}
+
 // TestReadingInParts: every way to read finds the same commits behind every one of them, over
 // a log that takes several requests by number and by bytes.
 func TestReadingInParts(t *testing.T) {

@@ -397,3 +397,45 @@ func TestStraySubjectIsPassedOver(t *testing.T) {
 		t.Errorf("%d quarantines", n)
 	}
 }
+
+// What lies before a message that is no commit can be read as ever: as of a seq, and page by page.
+func TestForeignMessageHidesNothingBeforeIt(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	w.append(sick, user("0"))
+	w.append(sick, user("1"), user("2"))
+	bad := w.raw(sick, nil, "hello")
+	for seq := range events.Seq(3) {
+		v, err := w.reader.At(ctx, sick, seq)
+		if err != nil || v.Last() != seq || v.Surface.Len() != int(seq)+1 {
+			t.Errorf("as of seq %d: %+v, %v", seq, v, err)
+		}
+	}
+	var foreign *journal.MalformedError
+	if v, err := w.reader.At(ctx, sick, 3); !errors.As(err, &foreign) || foreign.StreamSeq != bad {
+		t.Errorf("behind it: %+v, %v", v, err)
+	}
+	for _, c := range []struct {
+		from, to events.Seq
+		limit    int
+		given    int
+		next     events.Seq
+		bad      bool
+	}{
+		{0, 2, 0, 3, events.NoSeq, false},
+		{0, events.MaxSeq, 10, 3, 3, false},
+		{1, 1, 10, 1, events.NoSeq, false},
+		{0, events.MaxSeq, 0, 3, events.NoSeq, true}, // no page: it must not look like the whole log
+		{3, events.MaxSeq, 10, 0, events.NoSeq, true},
+	} {
+		given := 0
+		next, err := w.reader.Events(ctx, sick, projection.Range{From: c.from, To: c.to, Limit: c.limit}, func(*events.Event, *events.Commit) error {
+			given++
+			return nil
+		})
+		if given != c.given || next != c.next || errors.As(err, &foreign) != c.bad || !c.bad && err != nil {
+			t.Errorf("%+v: %d given, next %d, %v", c, given, next, err)
+		}
+	}
+}

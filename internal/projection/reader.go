@@ -261,8 +261,8 @@ type Range struct {
 
 // Events calls f for the events of a range, in order. next is the seq at which to go on when
 // the limit ended it, NoSeq when the range was read to its end. A log with a hole in the range is the
-// error of journal.NotNext; with a limit, what lies before the hole is given first, and the error
-// comes when reading goes on from there.
+// error of journal.NotNext, a message that is no commit a *journal.MalformedError; with a limit, what
+// lies before is given first, and the error comes when reading goes on from there.
 func (r *Reader) Events(ctx context.Context, session string, rg Range, f func(*events.Event, *events.Commit) error) (next events.Seq, err error) {
 	if err := events.CheckSessionID(session); err != nil {
 		return events.NoSeq, err
@@ -276,7 +276,7 @@ func (r *Reader) Events(ctx context.Context, session string, rg Range, f func(*e
 	}
 	stop := errors.New("stop")
 	next = events.NoSeq
-	given, bytes := 0, 0
+	given, bytes, behind := 0, 0, rg.From
 	read := func(c *events.Commit) error {
 		for line := range c.Lines() {
 			e := new(events.Event)
@@ -303,6 +303,7 @@ func (r *Reader) Events(ctx context.Context, session string, rg Range, f func(*e
 				return err
 			}
 		}
+		behind = c.Last + 1
 		if c.Last >= rg.To {
 			return stop
 		}
@@ -312,12 +313,13 @@ func (r *Reader) Events(ctx context.Context, session string, rg Range, f func(*e
 	if err == nil {
 		err = r.log.ReadOn(ctx, session, first.StreamSeq, first.Last+1, read)
 	}
-	var bad *events.Error
-	switch {
+	var foreign *journal.MalformedError
+	switch paged := given > 0 && (rg.Limit > 0 || rg.MaxBytes > 0); {
 	case errors.Is(err, stop):
 		err = nil
-	case errors.As(err, &bad) && bad.Rule == events.RuleSeqNotContiguous && bad.ExpectedSeq != nil && given > 0 && (rg.Limit > 0 || rg.MaxBytes > 0):
-		next, err = *bad.ExpectedSeq, nil
+	case !paged || errors.Is(err, events.ErrErased):
+	case errors.Is(err, &events.Error{Code: events.CodeCorrupt, Rule: events.RuleSeqNotContiguous}), errors.As(err, &foreign):
+		next, err = behind, nil // the page ends where the log can no longer be read
 	}
 	return next, err
 }

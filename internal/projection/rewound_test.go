@@ -54,6 +54,33 @@ func TestWatchOfALogThatLostItsEndEnds(t *testing.T) {
 	}
 }
 
+// A watch from beyond the log's end says so: the log may have lost what its caller was told.
+func TestWatchFromBeyondTheLogsEnd(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	const id = "short"
+	k := w.worker(projection.Config{})
+	k.wrote(id, w.fill(id, 3, 10))
+	srv := w.serve(k)
+	hs, _ := w.hubs()
+	at := w.watch(hs, id, 2) // the very end; its hub is the next one's, too
+	defer at.Close()
+	beyond := w.watch(hs, id, 3)
+	defer beyond.Close()
+	if ds, err := beyond.Next(ctx); !errors.Is(err, projection.ErrRewound) || !strings.Contains(err.Error(), "behind seq 3, and the log ends with seq 2") {
+		t.Errorf("%v, %v", ds, err)
+	}
+	if got := srv.body("GET", "/v1/sessions/"+id+"/watch?from=3", 200); !strings.Contains(got, "event: end\n") || !strings.Contains(got, `"code":"log-rewound"`) || strings.Contains(got, "event: delta") {
+		t.Errorf("the answer is %s", got)
+	}
+	w.append(id, user("3"))
+	b := rebuild(nil, 2)
+	if err := b.until(ctx, at, func() bool { return b.at == 3 }); err != nil {
+		t.Error(err)
+	}
+}
+
 // A connection that was lost and a snapshot that was mended are no reason to end a watch.
 func TestWatchSurvivesReconnectAndMending(t *testing.T) {
 	t.Parallel()

@@ -76,13 +76,15 @@ type Watch struct {
 	h    *hub
 	from events.Seq // of the last delta that was given out, or where the watch began
 
+	lost error // of a watch that can give nothing
+
 	// While the watch is behind the hub's memory it reads the log by itself.
 	past  *surface.State
 	after uint64
 }
 
 // Watch begins a watch behind a seq: that of the last event that the caller knows. It must be
-// closed.
+// closed. With a seq beyond the log's end, which the log may have lost, Next answers ErrRewound.
 func (hs *Hubs) Watch(ctx context.Context, session string, from events.Seq) (*Watch, error) {
 	h, err := hs.join(ctx, session)
 	if err != nil {
@@ -90,8 +92,14 @@ func (hs *Hubs) Watch(ctx context.Context, session string, from events.Seq) (*Wa
 	}
 	w := &Watch{h: h, from: from}
 	h.mu.Lock()
-	behind := from < h.from
+	behind, beyond := from < h.from, from > h.seq
 	h.mu.Unlock()
+	if beyond { // of what the hub knows
+		if w.lost, err = hs.beyond(ctx, session, from); err != nil {
+			w.Close()
+			return nil, err
+		}
+	}
 	if behind {
 		if w.past, w.after, err = hs.r.surfaceAt(ctx, session, from); err != nil {
 			w.Close()
@@ -101,12 +109,29 @@ func (hs *Hubs) Watch(ctx context.Context, session string, from events.Seq) (*Wa
 	return w, nil
 }
 
+// beyond returns an error for a watch that shall begin behind the log's end, nil when the log is longer
+// than that.
+func (hs *Hubs) beyond(ctx context.Context, session string, from events.Seq) (lost, err error) {
+	last, err := hs.r.log.LeaderLast(ctx, session)
+	end := events.NoSeq
+	if last != nil {
+		end = last.Last
+	}
+	if err != nil || from <= end {
+		return nil, err
+	}
+	return fmt.Errorf("%w (it is to begin behind seq %d, and the log ends with seq %d)", ErrRewound, from, end), nil
+}
+
 // Close ends the watch.
 func (w *Watch) Close() { w.h.hs.leave(w.h) }
 
 // Next waits for the next deltas, in order, without gaps and repeats. The error is ctx's, or
 // says why there will be no more: ErrSlow, or what the log holds that cannot be folded.
 func (w *Watch) Next(ctx context.Context) ([]Delta, error) {
+	if w.lost != nil {
+		return nil, w.lost
+	}
 	for w.past != nil {
 		ds, err := w.history(ctx)
 		if err != nil || len(ds) > 0 {

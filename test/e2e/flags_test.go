@@ -31,6 +31,15 @@ func TestFlagsThatCannotBeMeantAreUsageErrors(t *testing.T) {
 		{"projector", "transcript s --to=-1", "--to: expected 0 or more, found -1"},
 		{"projector", "replay s --from=-1", "--from: expected 0 or more, found -1"},
 		{"projector", "messages s --at=-1", "--at: expected 0 or more, found -1"},
+		{"projector", "events s --from=5 --to=3", "--from and --to: expected a seq, and one that is not before it, found 5 and 3"},
+		{"projector", "transcript s --json --from=5 --to=3", "--from and --to"},
+		{"projector", "replay s --from=5 --to=3", "--from and --to"},
+		{"projector", "diff s 5 3", "expected -1 or a seq, and a seq that is not before it, found 5 and 3"},
+		{"projector", "diff s -- -2 3", "found -2 and 3"},
+		{"projector", "explain s -- -1", "explain: expected a seq, found -1"},
+		{"projector", "explain s 1 --limit=0", "--limit: expected more than 0, found 0"},
+		{"projector", "health --timeout=-1s", "--timeout: expected more than 0, found -1s"},
+		{"appender", "health --timeout=0s", "--timeout"},
 		{"projector", "surface s --min-seq=-1", "--min-seq: expected 0 or more, found -1"},
 		{"projector", "sessions --connect-wait=-1s", "--connect-wait: expected 0s or more, found -1s"},
 		{"appender", "erase --finish --by ann --data " + filepath.Join(empty, "none"), "there is no store at " + filepath.Join(empty, "none")},
@@ -57,10 +66,11 @@ func TestFlagsThatCannotBeMeantAreUsageErrors(t *testing.T) {
 			t.Parallel()
 			args := strings.Fields(c.args)
 			if words := args[0] + " "; !strings.Contains(c.args, "--data") && !strings.Contains(words+args[1], "health") && args[0] != "quarantine" {
-				args = append(args, "--nats", "nats://127.0.0.1:1") // where nobody answers
+				away := []string{args[0], "--nats", "nats://127.0.0.1:1"} // where nobody answers
 				if !strings.Contains(c.args, "--connect-wait") {
-					args = append(args, "--connect-wait", "1ms")
+					away = append(away, "--connect-wait", "1ms")
 				}
+				args = append(away, args[1:]...)
 			}
 			r := harness.Run(t, c.name, args...)
 			if r.Code != 2 || !strings.Contains(r.Stderr, c.want) || r.Stdout != "" {
