@@ -39,16 +39,9 @@ type Fork struct {
 // session/end-seed behind them. The child's id is reserved first, and it is invisible until
 // its header is written last; the same request again goes on where an earlier one was cut off.
 func (a *Appender) Fork(ctx context.Context, r ForkRequest) (*Fork, error) {
-	parent, err := a.Status(ctx, r.Parent)
+	parent, at, err := a.forkPoint(ctx, r)
 	if err != nil {
 		return nil, err
-	}
-	at := parent.NextSeq - 1
-	if r.At != nil {
-		at = *r.At
-	}
-	if at < 0 || at >= parent.NextSeq {
-		return nil, &events.Error{Code: events.CodeBadRequest, Session: r.Parent, Detail: fmt.Sprintf("at: expected a seq from 0 to %d, found %d", parent.NextSeq-1, at)}
 	}
 	if r.ID == "" {
 		r.ID = nuid.Next()
@@ -56,11 +49,11 @@ func (a *Appender) Fork(ctx context.Context, r ForkRequest) (*Fork, error) {
 	if r.ID == r.Parent {
 		return nil, &events.Error{Code: events.CodeBadRequest, Session: r.Parent, Detail: "id: a session cannot be forked into itself"}
 	}
-	time, err := a.legalFork(ctx, r.Parent, parent.Header.Format, at)
+	time, err := a.legalFork(ctx, r.Parent, parent.Format, at)
 	if err != nil {
 		return nil, err
 	}
-	h, err := childHeader(r, parent.Header, time)
+	h, err := childHeader(r, parent, time)
 	if err != nil {
 		return nil, err
 	}
@@ -86,6 +79,32 @@ func (a *Appender) Fork(ctx context.Context, r ForkRequest) (*Fork, error) {
 	}
 	out.Created, err = a.headers.Fulfil(ctx, h, at)
 	return out, err
+}
+
+// forkPoint returns the parent's header and the last seq that the child takes over. What comes behind a
+// given one is not looked at: a session whose log was damaged later can be forked before that.
+func (a *Appender) forkPoint(ctx context.Context, r ForkRequest) (*events.Header, events.Seq, error) {
+	if r.At != nil && *r.At >= 0 && events.CheckSessionID(r.Parent) == nil {
+		h, err := a.headers.Get(ctx, r.Parent)
+		if err != nil {
+			return nil, 0, err
+		}
+		if c, err := a.log.Locate(ctx, r.Parent, *r.At); err != nil || c != nil {
+			return h, *r.At, err
+		}
+	}
+	parent, err := a.Status(ctx, r.Parent)
+	if err != nil {
+		return nil, 0, err
+	}
+	at := parent.NextSeq - 1
+	if r.At != nil {
+		at = *r.At
+	}
+	if at < 0 || at >= parent.NextSeq {
+		return nil, 0, &events.Error{Code: events.CodeBadRequest, Session: r.Parent, Detail: fmt.Sprintf("at: expected a seq from 0 to %d, found %d", parent.NextSeq-1, at)}
+	}
+	return parent.Header, at, nil
 }
 
 // childHeader is the header of a fork. It depends on the request and the parent alone, so that
@@ -170,12 +189,12 @@ func (a *Appender) lines(ctx context.Context, session string, format events.Form
 			if e.Seq < next {
 				continue
 			}
-			if e.Seq > to {
-				return enough
-			}
 			next = e.Seq + 1
 			if err := f(e); err != nil {
 				return err
+			}
+			if e.Seq >= to { // what comes then may not be readable
+				return enough
 			}
 		}
 		return nil

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -519,4 +520,40 @@ func TestForkIsFree(t *testing.T) {
 	p.refused(t, to("parent", note("the parent is as it was")), events.CodeFenced, "")
 	w.check(t, "child")
 	w.check(t, "parent")
+}
+
+// TestForkBeforeDamage: a session that took something which is no commit takes no more events, and can
+// be forked before it, so that its agent goes on.
+func TestForkBeforeDamage(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.start(t, appender.Config{Invariants: lifecycle.Enforce})
+	ctx := journaltest.Context(t)
+	p.must(t, to("parent", note("0")))
+	p.must(t, to("parent", note("1"), note("2")))
+	if _, err := p.log.JetStream().Publish(ctx, p.log.Subject("parent"), []byte("hello")); err != nil {
+		t.Fatal(err)
+	}
+	p = w.start(t, appender.Config{Invariants: lifecycle.Enforce}) // which remembers nothing
+	p.refused(t, to("parent", note("3")), events.CodeCorrupt, "")
+	behind := events.Seq(3)
+	for _, at := range []*events.Seq{nil, &behind} {
+		if _, err := p.Fork(ctx, appender.ForkRequest{Parent: "parent", ID: "none", At: at}); !errors.Is(err, &events.Error{Code: events.CodeCorrupt}) {
+			t.Errorf("behind the damage: %v", err)
+		}
+	}
+	for at := range events.Seq(3) {
+		id := fmt.Sprint("child-", at)
+		f, err := p.Fork(ctx, appender.ForkRequest{Parent: "parent", ID: id, At: &at})
+		if err != nil || !f.Created || f.LastSeq != at+1 {
+			t.Fatalf("at %d: %+v, %v", at, f, err)
+		}
+		if again, err := p.Fork(ctx, appender.ForkRequest{Parent: "parent", ID: id, At: &at}); err != nil || again.Created {
+			t.Errorf("at %d, again: %+v, %v", at, again, err)
+		}
+		p.must(t, to(id, note("on")))
+		if n := len(w.check(t, id).Lines); n != int(at)+3 {
+			t.Errorf("%s has %d events", id, n)
+		}
+	}
 }
