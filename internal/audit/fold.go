@@ -213,11 +213,10 @@ func (v *verifier) lineage(ctx context.Context, h *events.Header) error {
 	stop := errors.New("stop")
 	err = v.a.log.ReadToEnd(ctx, h.ParentSession, 0, func(c *events.Commit) error {
 		for line := range c.Lines() {
-			if next > v.inherited {
+			digest = digest.Next(line)
+			if next++; next > v.inherited { // what comes then is not the child's
 				return stop
 			}
-			digest = digest.Next(line)
-			next++
 		}
 		return nil
 	})

@@ -45,6 +45,15 @@ func TestLineageIsVerified(t *testing.T) {
 	forge("longer", "parent", "zero", "one", "two", "three")
 	forge("orphan", "nowhere", "zero")
 
+	// What comes behind the inherited part does not keep a child from being compared.
+	w.append("spoiled", user("zero"), user("one"))
+	ack, err := w.js.Publish(ctx, w.log.Subject("spoiled"), []byte("hello"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	fork("spoiled", "saved", 1)
+	forge("spoiled-forged", "spoiled", "zero", "other")
+
 	if kv, err := w.js.KeyValue(ctx, journal.HeadersBucket); err != nil {
 		t.Fatal(err)
 	} else if err := kv.Purge(ctx, "children.parent.unlisted"); err != nil {
@@ -57,6 +66,8 @@ func TestLineageIsVerified(t *testing.T) {
 	want := []place{
 		{"forged", audit.CheckLineage, 1, 0, "", ""},
 		{"longer", audit.CheckLineage, 3, 0, "", ""},
+		{"spoiled", audit.CheckMessage, events.NoSeq, ack.Sequence, "", ""},
+		{"spoiled-forged", audit.CheckLineage, 1, 0, "", ""},
 		{"unlisted", audit.CheckLineage, events.NoSeq, 0, "", ""},
 	}
 	if fmt.Sprint(got) != fmt.Sprint(want) {
