@@ -41,7 +41,7 @@ fuzz: ## Run every fuzz target for FUZZTIME (60s)
 	for file in $$(grep -rl --include='*_test.go' '^func Fuzz' . | sort); do \
 		for target in $$(sed -n 's/^func \(Fuzz[A-Za-z0-9_]*\)(.*/\1/p' "$$file"); do \
 			echo "== $$(dirname "$$file") $$target, $(FUZZTIME)"; \
-			{ $(GO) test -run '^$$' -timeout 0 -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) "$$(dirname "$$file")" 2>&1 </dev/null || echo "go test failed"; } | tee "$$out"; \
+			{ $(GO) test -run '^$$' -timeout 0 -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 10x "$$(dirname "$$file")" 2>&1 </dev/null || echo "go test failed"; } | tee "$$out"; \
 			if grep -q '^go test failed' "$$out"; then \
 				grep -q 'context deadline exceeded' "$$out" && ! grep -q 'Failing input written' "$$out" || exit 1; \
 				echo "the deadline was reported as a failure; no failing input was found"; \
