@@ -265,11 +265,11 @@ func (f *Fleet) refreshSince(ctx context.Context, d time.Duration) error {
 func (f *Fleet) refresh(ctx context.Context) error {
 	began := time.Now().UnixNano()
 	f.begun.Add(1)
+	f.follow(ctx) // first: the bucket of the generation that served before may be gone
 	if err := f.heal(ctx); err != nil {
 		f.last.Store(0)
 		return err
 	}
-	f.follow(ctx)
 	for i, s := range f.sources() {
 		more, err := f.log.BucketHas(ctx, s.bucket, s.filter, f.positions[i]+1)
 		for more && err == nil {
@@ -459,8 +459,8 @@ func (f *Fleet) heal(ctx context.Context) error {
 		f.relearn[r] = r.headPlace
 		return true
 	})
-	f.newest = good
-	f.positions = [3]uint64{1: max(good, f.base()) - f.base()}
+	f.newest = max(good, f.base())
+	f.positions = [3]uint64{1: f.newest - f.base()}
 	f.reconnects = reconnects
 	return nil
 }

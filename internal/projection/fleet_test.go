@@ -368,6 +368,50 @@ func TestFeedSurvivesALossOfTheBucketsEnd(t *testing.T) {
 	}
 }
 
+// A connection that was lost before a rebuild, whose old bucket is gone when the index is asked again.
+func TestFleetFollowsARebuildBehindAReconnect(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	k := w.worker(projection.Config{})
+	k.wrote("a", w.append("a", user("0")))
+	k.wrote("b", w.append("b", user("0"), user("1")))
+	f := w.fleet()
+	fd, _, err := f.Feed(ctx, projection.FleetFilter{}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if cs, err := fd.Next(ctx); err != nil || len(cs) != 2 {
+		t.Fatalf("%+v, %v", cs, err)
+	}
+	k.stop()
+	w.srv.Restart()
+	journaltest.Eventually(t, "the connection", func() bool { return w.js.Conn().IsConnected() })
+	if _, err := projection.Rebuild(ctx, w.log, w.buckets, projection.RebuildOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := w.buckets.DropPrevious(ctx); err != nil {
+		t.Fatal(err)
+	}
+	var page *projection.FleetPage
+	journaltest.Eventually(t, "the list", func() bool {
+		page, err = f.List(ctx, projection.FleetFilter{}, "", 10)
+		return err == nil
+	})
+	if len(page.Rows) != 2 || page.Rows[0].Seq != 0 || page.Rows[1].Seq != 1 {
+		t.Errorf("%+v", page.Rows)
+	}
+	cs, err := fd.Next(ctx) // behind the switch every session is told again
+	if err != nil || len(cs) != 2 || cs[1].Seq != 1 {
+		t.Errorf("the feed tells %+v, %v", cs, err)
+	}
+	w.restartAppender()
+	w.worker(projection.Config{}).wrote("a", w.append("a", user("1")))
+	if cs, err = fd.Next(ctx); err != nil || len(cs) != 1 || cs[0].Session != "a" || cs[0].Seq != 1 {
+		t.Errorf("then it tells %+v, %v", cs, err)
+	}
+}
+
 func TestFeedOfAnIdleFleetEndsWithItsContext(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
