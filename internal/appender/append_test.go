@@ -505,3 +505,47 @@ func TestTooLargeNamesBothNumbers(t *testing.T) {
 		t.Errorf("the log ends at %d, want 0", n)
 	}
 }
+
+// TestKeyBesideAnExpectedSeq: the same append is known by its seq at any later time; under a key that was
+// used elsewhere nothing is stored, as when a caller that got no answer looked anew where the log ends.
+func TestKeyBesideAnExpectedSeq(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.start(t, appender.Config{})
+	ctx := journaltest.Context(t)
+	keyed := func(r appender.Request) appender.Request {
+		r.Key = "k"
+		return r
+	}
+	p.must(t, keyed(to("s", note("a"))))
+	for _, p := range []*process{p, w.start(t, appender.Config{})} {
+		for name, r := range map[string]appender.Request{"the same": to("s", note("a")), "others": to("s", note("b"))} {
+			if e := p.refused(t, at(1, keyed(r)), events.CodeKeyReused, ""); e.Seq == nil || *e.Seq != 0 {
+				t.Errorf("%s events: %v", name, e)
+			}
+		}
+		if r := p.must(t, at(0, keyed(to("s", note("a"))))); !r.Duplicate || r.FirstSeq != 0 {
+			t.Errorf("the retry by its seq: %+v", r)
+		}
+		if r := p.must(t, keyed(to("s", note("a")))); !r.Duplicate || r.FirstSeq != 0 {
+			t.Errorf("the retry by its key: %+v", r)
+		}
+		p.refused(t, at(0, keyed(to("s", note("b")))), events.CodeKeyReused, "")
+	}
+	next := events.Seq(1)
+	take := appender.WriterRequest{Session: "s", Writer: "w", Key: "w", Expected: &next}
+	first, err := p.TakeWriter(ctx, take)
+	if err != nil || first.Epoch != 1 {
+		t.Fatalf("%+v, %v", first, err)
+	}
+	if again, err := p.TakeWriter(ctx, take); err != nil || !again.Duplicate || again.FirstSeq != 1 || again.Epoch != 1 {
+		t.Errorf("the writer's retry: %+v, %v", again, err)
+	}
+	next = 2
+	if got, err := p.TakeWriter(ctx, take); asError(err).Code != events.CodeKeyReused {
+		t.Errorf("at another seq: %+v, %v", got, err)
+	}
+	if n := len(w.check(t, "s").Lines); n != 2 {
+		t.Errorf("the log has %d events, want 2", n)
+	}
+}

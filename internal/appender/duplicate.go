@@ -123,11 +123,11 @@ func (s *actor) readKeys(ctx context.Context) error {
 	return nil
 }
 
-// recognise answers an append without an expected seq whose key the session has seen: with
-// the original receipt, or key-reused when the events are others. An append with an expected
-// seq is recognised by that seq, at any later time.
+// recognise answers an append whose key the session has seen: with the original receipt, or key-reused
+// when the events are others. An append with an expected seq is recognised by that seq, at any later
+// time; one that would be stored there now, under a key that was used elsewhere, is refused.
 func (s *actor) recognise(ctx context.Context, w *work) (*Receipt, error) {
-	if w.Key == "" || w.Expected != nil {
+	if w.Key == "" || w.Expected != nil && w.derive == nil && *w.Expected != s.state.Next {
 		return nil, nil
 	}
 	if s.keys == nil {
@@ -138,6 +138,10 @@ func (s *actor) recognise(ctx context.Context, w *work) (*Receipt, error) {
 	e, ok := s.keys.find(w.Key, s.a.cfg.Now())
 	if !ok {
 		return nil, nil
+	}
+	if w.Expected != nil && e.first != *w.Expected {
+		return nil, &events.Error{Code: events.CodeKeyReused, Session: s.id, Seq: &e.first,
+			Detail: fmt.Sprintf("the idempotency key %q was used for the events at seqs %d to %d, and not at the expected seq %d: when they are the same they are stored, and new events need a new key", w.Key, e.first, e.last, *w.Expected)}
 	}
 	if w.derive != nil {
 		return s.recogniseDerived(ctx, w, e)

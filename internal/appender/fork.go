@@ -84,6 +84,15 @@ func (a *Appender) Fork(ctx context.Context, r ForkRequest) (*Fork, error) {
 // forkPoint returns the parent's header and the last seq that the child takes over. What comes behind a
 // given one is not looked at: a session whose log was damaged later can be forked before that.
 func (a *Appender) forkPoint(ctx context.Context, r ForkRequest) (*events.Header, events.Seq, error) {
+	if r.At == nil && r.ID != "" { // the same request again, maybe, and the parent went on since
+		at, err := a.forkedAt(ctx, r.Parent, r.ID)
+		if err != nil {
+			return nil, 0, err
+		}
+		if at != events.NoSeq {
+			r.At = &at
+		}
+	}
 	if r.At != nil && *r.At >= 0 && events.CheckSessionID(r.Parent) == nil {
 		h, err := a.headers.Get(ctx, r.Parent)
 		if err != nil {
@@ -101,10 +110,51 @@ func (a *Appender) forkPoint(ctx context.Context, r ForkRequest) (*events.Header
 	if r.At != nil {
 		at = *r.At
 	}
+	if parent.NextSeq == 0 {
+		return nil, 0, &events.Error{Code: events.CodeBadRequest, Session: r.Parent, Detail: "the session has no events, so that there is nothing to start with; create a session instead"}
+	}
 	if at < 0 || at >= parent.NextSeq {
 		return nil, 0, &events.Error{Code: events.CodeBadRequest, Session: r.Parent, Detail: fmt.Sprintf("at: expected a seq from 0 to %d, found %d", parent.NextSeq-1, at)}
 	}
 	return parent.Header, at, nil
+}
+
+// forkedAt is the last seq that a session took over when it was forked from another one; NoSeq when it was
+// not, or is not there. A fork that is not complete has it on record. Of one that is, it is found in the
+// logs: behind what both begin with there is the child's own end-seed, the last one, since the parent may be a fork, too.
+func (a *Appender) forkedAt(ctx context.Context, parent, child string) (events.Seq, error) {
+	h, at, err := a.headers.Forked(ctx, child)
+	switch {
+	case errors.Is(err, events.ErrSessionNotFound):
+		return events.NoSeq, nil
+	case err != nil || h.ParentSession != parent || !h.IsSeeded:
+		return events.NoSeq, err
+	case at != events.NoSeq:
+		return at, nil
+	}
+	var ends []events.Seq
+	before := map[events.Seq]events.Digest{} // by the seq of an end-seed, the digest of all before it
+	digest := events.SeedDigest(child)
+	err = a.lines(ctx, child, h.Format, 0, events.MaxSeq, func(e *events.Event) error {
+		if e.Type == "session/end-seed" && e.Fields().Inherited {
+			ends, before[e.Seq] = append(ends, e.Seq), digest
+		}
+		digest = digest.Next(e.Line)
+		return nil
+	})
+	if err != nil || ends == nil {
+		return events.NoSeq, err
+	}
+	found := events.NoSeq
+	digest = events.SeedDigest(child)
+	err = a.lines(ctx, parent, h.Format, 0, ends[len(ends)-1]-1, func(e *events.Event) error {
+		digest = digest.Next(e.Line)
+		if before[e.Seq+1] == digest {
+			found = e.Seq
+		}
+		return nil
+	})
+	return found, err
 }
 
 // childHeader is the header of a fork. It depends on the request and the parent alone, so that

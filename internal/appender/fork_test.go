@@ -522,6 +522,55 @@ func TestForkIsFree(t *testing.T) {
 	w.check(t, "parent")
 }
 
+// TestForkOfTheLatestIsRepeated: a request without a seq is known as the same again although the parent, or
+// the child, went on since; for a fork that was cut off, for one of a fork, and by another appender.
+func TestForkOfTheLatestIsRepeated(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p, other := w.start(t, appender.Config{}), w.start(t, appender.Config{})
+	ctx := journaltest.Context(t)
+	fork := func(p *process, parent, id string, at events.Seq, created bool) {
+		t.Helper()
+		f, err := p.Fork(ctx, appender.ForkRequest{Parent: parent, ID: id})
+		if err != nil || f.At != at || f.LastSeq != at+1 || f.Created != created {
+			t.Fatalf("%s of %s: %+v, %v", id, parent, f, err)
+		}
+	}
+	p.must(t, to("parent", note("0"), note("1")))
+	fork(p, "parent", "child", 1, true)
+	p.must(t, to("parent", note("2")))
+	fork(other, "parent", "child", 1, false)
+	p.must(t, to("child", note("its own")))
+	fork(p, "parent", "child", 1, false)
+	fork(p, "child", "grandchild", 3, true) // has two end-seeds
+	p.must(t, to("child", note("more")))
+	p.must(t, to("grandchild", note("more")))
+	fork(other, "child", "grandchild", 3, false)
+
+	cut := w.start(t, appender.Config{})
+	cctx, leave := context.WithCancel(ctx)
+	cut.log.Faults.AfterPublish = func(_ *events.Commit, err error) error {
+		leave() // before the header
+		return err
+	}
+	if got, err := cut.Fork(cctx, appender.ForkRequest{Parent: "parent", ID: "late"}); err == nil {
+		t.Fatalf("the fork was not cut off: %+v", got)
+	}
+	p.must(t, to("parent", note("3")))
+	fork(p, "parent", "late", 2, true)
+	fork(p, "parent", "late", 2, false)
+
+	// Another one's is another one's.
+	for parent, id := range map[string]string{"child": "late", "grandchild": "child"} {
+		if f, err := p.Fork(ctx, appender.ForkRequest{Parent: parent, ID: id}); asError(err).Code != events.CodeSessionExists {
+			t.Errorf("%s of %s: %+v, %v", id, parent, f, err)
+		}
+	}
+	if _, err := p.Fork(ctx, appender.ForkRequest{Parent: "parent", ID: "child", Header: []byte(`{"cwd":"/x"}`)}); asError(err).Code != events.CodeSessionExists {
+		t.Errorf("with another header: %v", err)
+	}
+}
+
 // TestForkBeforeDamage: a session that took something which is no commit takes no more events, and can
 // be forked before it, so that its agent goes on.
 func TestForkBeforeDamage(t *testing.T) {

@@ -3,6 +3,7 @@ package journal
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
@@ -110,6 +111,38 @@ func (h *Headers) Get(ctx context.Context, session string) (*events.Header, erro
 		return nil, &events.Error{Code: events.CodeCorrupt, Session: session, Cause: err, Detail: "the stored header is damaged: " + err.Error()}
 	}
 	return hd, nil
+}
+
+// Forked is Get for a session that a fork makes or has made: of one that is not complete it returns the
+// header that it will have, and the last seq that it takes over from its parent, which is NoSeq for all others.
+func (h *Headers) Forked(ctx context.Context, session string) (*events.Header, events.Seq, error) {
+	hd, err := h.Get(ctx, session)
+	if !errors.Is(err, ErrReserved) {
+		return hd, events.NoSeq, err
+	}
+	raw, _, err := h.raw(ctx, session)
+	if err != nil {
+		return nil, events.NoSeq, err
+	}
+	if !bytes.HasPrefix(raw, []byte(reserved)) { // it was completed meanwhile
+		hd, err = h.Get(ctx, session)
+		return hd, events.NoSeq, err
+	}
+	var value []json.RawMessage
+	var of struct {
+		At     events.Seq
+		Header json.RawMessage
+	}
+	if err = json.Unmarshal(raw, &value); err == nil && len(value) == 2 {
+		err = json.Unmarshal(value[1], &of)
+	}
+	if err == nil {
+		hd, err = events.ParseHeader(of.Header, session, 0)
+	}
+	if err != nil {
+		return nil, events.NoSeq, &events.Error{Code: events.CodeCorrupt, Session: session, Cause: err, Detail: "the stored reservation of a fork is damaged: " + err.Error()}
+	}
+	return hd, of.At, nil
 }
 
 // raw reads the value of a session's key and its revision.
