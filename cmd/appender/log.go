@@ -19,12 +19,18 @@ import (
 // server opens.
 type storeFlags struct {
 	platform.NATSFlags
-	Data       string `help:"Directory of the embedded server's store, without --nats." default:"./data" type:"path" env:"PALIMPSEST_DATA"`
+	Data       string `help:"Directory of the embedded server's store, without --nats." default:"${data}" type:"path" env:"PALIMPSEST_DATA"`
 	Durability string `help:"When the embedded server syncs to disk: interval (each second) or always (before each ack)." enum:"interval,always" default:"interval"`
 	Replicas   int    `help:"Replicas of stream and buckets when they are created." default:"1"`
 	Partitions int    `help:"Partitions of the stream when it is created." default:"32"`
 	api.VocabularyFlags
 }
+
+// defaultData and defaultListen are where the embedded server keeps its store and listens.
+const (
+	defaultData   = "./data"
+	defaultListen = "127.0.0.1:4222"
+)
 
 // store is the open log with everything under it.
 type store struct {
@@ -42,6 +48,25 @@ func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.G
 	return f.openPatiently(ctx, name, listen, g, platform.Patience{})
 }
 
+// checkData is a usage error when --data was given, on the command line and not in the environment, and has no
+// meaning: with a server that is elsewhere, which the environment may name.
+func (f storeFlags) checkData() error {
+	if f.NATS == "" && f.Context == "" {
+		return nil
+	}
+	for _, unsaid := range []string{defaultData, os.Getenv("PALIMPSEST_DATA")} {
+		if path, err := filepath.Abs(unsaid); err == nil && path == f.Data {
+			return nil
+		}
+	}
+	return f.notEmbedded("--data")
+}
+
+// notEmbedded is the error of a flag that is about the embedded server when there is none.
+func (f storeFlags) notEmbedded(flag string) error {
+	return &platform.ExitError{Code: platform.ExitUsage, Err: fmt.Errorf("%s is about the embedded NATS server, and none is started where another one is given (%q, by --nats, --nats-context or the environment): leave out one of them", flag, platform.WithoutSecrets(f.NATS)+f.Context)}
+}
+
 // exists is a usage error when the embedded server would make its store anew, for a command that is of no
 // use on an empty one.
 func (f storeFlags) exists() error {
@@ -57,6 +82,9 @@ func (f storeFlags) exists() error {
 // openPatiently is open for a program that serves.
 func (f storeFlags) openPatiently(ctx context.Context, name, listen string, g *platform.Group, p platform.Patience) (*store, error) {
 	if _, err := f.Vocabulary(); err != nil { // before anything starts
+		return nil, err
+	}
+	if err := f.checkData(); err != nil {
 		return nil, err
 	}
 	s := new(store)

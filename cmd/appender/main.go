@@ -30,7 +30,8 @@ func main() {
 
 func run(ctx context.Context, args []string) error {
 	var c cli
-	k, err := kong.New(&c, kong.Name("appender"), kong.Description("Appends events to the sessions of LLM agents, kept on NATS JetStream."), kong.UsageOnError())
+	k, err := kong.New(&c, kong.Name("appender"), kong.Description("Appends events to the sessions of LLM agents, kept on NATS JetStream."), kong.UsageOnError(),
+		kong.Vars{"data": defaultData, "listen": defaultListen})
 	if err != nil {
 		return err
 	}

@@ -19,7 +19,7 @@ type serveCmd struct {
 	attestFlags
 	api.EdgeFlags
 	Listen     string `help:"Address of the HTTP API; port 0 picks a free one." default:"127.0.0.1:8080" env:"PALIMPSEST_APPENDER_LISTEN"`
-	NATSListen string `name:"nats-listen" help:"Address of the embedded NATS server; port 0 picks a free one." default:"127.0.0.1:4222"`
+	NATSListen string `name:"nats-listen" help:"Address of the embedded NATS server; port 0 picks a free one." default:"${listen}"`
 	Invariants string `help:"Lifecycle rules: off, observe (report) or enforce (refuse)." enum:"off,observe,enforce" default:"off" env:"PALIMPSEST_INVARIANTS"`
 	Freeze     *bool  `help:"Check events held in memory against what was committed. Default: on unless invariants are off." negatable:""`
 	MaxEvent   int    `help:"Largest event in bytes of its canonical line." default:"8388608"`
@@ -55,6 +55,12 @@ const stopTime = 30 * time.Second
 func (c *serveCmd) Run(ctx context.Context) error {
 	if err := c.StartFlags.Check(); err != nil {
 		return err
+	}
+	if err := c.checkData(); err != nil {
+		return err
+	}
+	if c.NATSListen != defaultListen && (c.NATS != "" || c.Context != "") {
+		return c.notEmbedded("--nats-listen")
 	}
 	c.Bound(&c.NATSFlags)
 	mode, err := lifecycle.ParseMode(c.Invariants)

@@ -215,7 +215,7 @@ func readQuery(r *http.Request, known ...string) *query {
 			if expected == "" {
 				expected = "none here"
 			}
-			q.err = badRequest(fmt.Sprintf("unknown query parameter %q; expected %s", short(k), expected))
+			q.err = badRequest(fmt.Sprintf("unknown parameter %q; expected %s", short(k), expected))
 		} else if len(v[k]) > 1 {
 			q.err = badRequest(fmt.Sprintf("query parameter %q is given twice", k))
 		}

@@ -56,7 +56,7 @@ func endOf(ctx context.Context, err error) any {
 	case errors.Is(err, projection.ErrSlow):
 		return endWith("slow-watcher", "The watcher did not keep up", err)
 	case errors.Is(err, projection.ErrRewound):
-		return endWith("log-rewound", "The log lost its end", err)
+		return endWith("log-rewound", "The log ends before what was told of it", err)
 	}
 	return ProblemOf(err)
 }

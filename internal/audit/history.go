@@ -45,6 +45,9 @@ func (a *Auditor) refold(ctx context.Context, id string, upTo events.Seq, f func
 			}
 			err = st.FoldCommitIf(c, a.log.Vocabulary(), ready, each)
 		}
+		if err == nil && c.Last >= upTo { // what comes then may not be readable
+			return errReached
+		}
 		return err
 	})
 	if err != nil && !errors.Is(err, errReached) {

@@ -3,6 +3,7 @@ package audit_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -404,5 +405,23 @@ func TestReplayKeepsThePace(t *testing.T) {
 		if _, err := audit.ParseSpeed(bad); err == nil {
 			t.Errorf("speed %q was taken", bad)
 		}
+	}
+}
+
+// What lies behind the seqs that are compared does not matter, readable or not.
+func TestDiffBeforeAForeignMessage(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	w.append("s", user("zero"), user("one"))
+	if _, err := w.js.Publish(ctx, w.log.Subject("s"), []byte("hello")); err != nil {
+		t.Fatal(err)
+	}
+	a := audit.New(w.log, w.headers, w.buckets)
+	if d, err := a.Diff(ctx, "s", 0, 1); err != nil || len(d.Came) != 1 || d.Came[0].Seq != 1 {
+		t.Errorf("%+v, %v", d, err)
+	}
+	if d, err := a.Diff(ctx, "s", 0, 2); !errors.Is(err, &events.Error{Code: events.CodeCorrupt}) {
+		t.Errorf("beyond it: %+v, %v", d, err)
 	}
 }

@@ -107,7 +107,9 @@ func (r *Reader) At(ctx context.Context, session string, seq events.Seq) (*View,
 			return nil, err
 		}
 	}
-	return &View{Snapshot: snap}, nil
+	v := &View{Snapshot: snap}
+	v.Quarantine, err = r.quarantineOf(ctx, session, false)
+	return v, err
 }
 
 // bodyUpTo is the body of a commit without the events behind a seq, and its last seq then.

@@ -398,6 +398,49 @@ func TestStraySubjectIsPassedOver(t *testing.T) {
 	}
 }
 
+// A watch of a session in quarantine gives what comes before what cannot be folded, and then says why it ends.
+func TestWatchOfASessionInQuarantine(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	w.append(sick, user("0"))
+	w.append(sick, user("1"), user("2"))
+	w.store(sick, good, func(seq events.Seq) string { return line("x/unknown", seq, "", "1") }) // no part of that commit is projected
+	k := w.worker(projection.Config{})
+	k.record()
+	srv := w.serve(k)
+	hs, _ := w.hubs()
+	for from := events.NoSeq; from < 5; from++ {
+		watch := w.watch(hs, sick, from)
+		seq := from
+		var err error
+		for err == nil {
+			var ds []projection.Delta
+			ds, err = watch.Next(ctx)
+			for _, d := range ds {
+				if seq++; d.Seq != seq {
+					t.Errorf("from %d: told of %d, want %d", from, d.Seq, seq)
+				}
+			}
+		}
+		watch.Close()
+		if seq != max(from, 2) || !errors.Is(err, &events.Error{Code: events.CodeRuleViolation, Rule: events.RuleUnknownType}) {
+			t.Errorf("from %d: told up to %d, %v", from, seq, err)
+		}
+	}
+	got := srv.body("GET", "/v1/sessions/"+sick+"/watch?from=0", 200)
+	for _, part := range []string{"event: hello\n", "id: 1\nevent: delta\n", "id: 2\nevent: delta\n", "event: end\n", `"code":"rule-violation"`} {
+		if !strings.Contains(got, part) {
+			t.Errorf("the answer lacks %q:\n%s", part, got)
+		}
+	}
+	for _, path := range []string{"/messages?at=1", "/surface?at=1", "/messages"} {
+		if got := srv.body("GET", "/v1/sessions/"+sick+path, 200); !strings.Contains(got, `"quarantine":{`) {
+			t.Errorf("%s does not say that the session is in quarantine: %s", path, got)
+		}
+	}
+}
+
 // What lies before a message that is no commit can be read as ever: as of a seq, and page by page.
 func TestForeignMessageHidesNothingBeforeIt(t *testing.T) {
 	t.Parallel()

@@ -312,7 +312,7 @@ func TestReadsOverNATSRefuseAsOverHTTP(t *testing.T) {
 		{"messages.nowhere", "", "404", `"session-not-found"`},
 		{"messages.=2E", "", "400", `"session-id-malformed"`},
 		{"messages.s", `[1]`, "400", "JSON object of parameters"},
-		{"messages.s", `{"colour":"red"}`, "400", `unknown query parameter`},
+		{"messages.s", `{"colour":"red"}`, "400", `unknown parameter`},
 		{"messages.s", `{"minSeq":{}}`, "400", "minSeq"},
 		{"messages.s", `{"minSeq":99,"timeout":"1ms"}`, "504", `"not-yet-projected"`},
 		{"messages.s", `{"cursor":"x"}`, "400", "cursor"},

@@ -92,7 +92,7 @@ func (hs *Hubs) Watch(ctx context.Context, session string, from events.Seq) (*Wa
 	}
 	w := &Watch{h: h, from: from}
 	h.mu.Lock()
-	behind, beyond := from < h.from, from > h.seq
+	behind, beyond := from < h.from, from > h.seq && h.err == nil
 	h.mu.Unlock()
 	if beyond { // of what the hub knows
 		if w.lost, err = hs.beyond(ctx, session, from); err != nil {
@@ -109,6 +109,22 @@ func (hs *Hubs) Watch(ctx context.Context, session string, from events.Seq) (*Wa
 	return w, nil
 }
 
+// beyondError is ErrRewound for a watch that was to begin behind the log's end.
+type beyondError struct{ from, end events.Seq }
+
+func (e *beyondError) Error() string {
+	return fmt.Sprintf("projection: the watch is to begin behind seq %d, and the log ends with seq %d: it lost its end, or never reached so far; read the surface again and watch from its seq", e.from, e.end)
+}
+
+// Is reports that the caller is to do what it does for ErrRewound.
+func (e *beyondError) Is(target error) bool { return target == ErrRewound }
+
+// bad reports whether an error says that a session's log holds what cannot be folded.
+func bad(err error) bool {
+	var e *events.Error
+	return errors.As(err, &e) && (e.Code == events.CodeCorrupt || e.Code == events.CodeRuleViolation)
+}
+
 // beyond returns an error for a watch that shall begin behind the log's end, nil when the log is longer
 // than that.
 func (hs *Hubs) beyond(ctx context.Context, session string, from events.Seq) (lost, err error) {
@@ -120,7 +136,7 @@ func (hs *Hubs) beyond(ctx context.Context, session string, from events.Seq) (lo
 	if err != nil || from <= end {
 		return nil, err
 	}
-	return fmt.Errorf("%w (it is to begin behind seq %d, and the log ends with seq %d)", ErrRewound, from, end), nil
+	return &beyondError{from, end}, nil
 }
 
 // Close ends the watch.
@@ -192,7 +208,8 @@ func (w *Watch) history(ctx context.Context) (out []Delta, err error) {
 // errReached ends a reading of the log at the place that was looked for.
 var errReached = errors.New("projection: reached")
 
-// join returns the session's hub, started and at the end of the log, with one more watch.
+// join returns the session's hub, started and at the end of the log, or before what the log holds that
+// cannot be folded, with one more watch.
 func (hs *Hubs) join(ctx context.Context, session string) (*hub, error) {
 	if err := events.CheckSessionID(session); err != nil {
 		return nil, err
@@ -215,7 +232,9 @@ func (hs *Hubs) join(ctx context.Context, session string) (*hub, error) {
 	select {
 	case <-h.ready:
 		h.mu.Lock()
-		err = h.err
+		if err = h.err; bad(err) {
+			err = nil // its watches are told behind what comes before it
+		}
 		h.mu.Unlock()
 	case <-ctx.Done():
 		err = context.Cause(ctx)
@@ -350,12 +369,12 @@ func (h *hub) heal(ctx context.Context) error {
 	err := h.hs.r.readToNow(ctx, h.session, h.streamSeq, events.NoSeq, func(c *events.Commit) error {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		err := deltasOf(ctx, h.hs.r.log, h.surface, c, h.seq, events.MaxSeq, func(d Delta) {
-			h.add(d)
-			h.seq = d.Seq
-		})
-		if err != nil {
+		var all []Delta // of a commit that can be folded as a whole
+		if err := deltasOf(ctx, h.hs.r.log, h.surface, c, h.seq, events.MaxSeq, func(d Delta) { all = append(all, d) }); err != nil {
 			return err
+		}
+		for _, d := range all {
+			h.add(d)
 		}
 		h.seq = max(h.seq, c.Last)
 		h.last, h.streamSeq, h.digest = c.Last, c.StreamSeq, c.Digest.String()

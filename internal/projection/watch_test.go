@@ -518,9 +518,15 @@ func TestWatchBeginsAndEnds(t *testing.T) {
 	if ds, err := again.Next(ctx); !errors.Is(err, bad) {
 		t.Errorf("a broken log: %v, %v", ds, err)
 	}
-	if _, err := hs.Watch(ctx, "s", events.NoSeq); !errors.Is(err, bad) {
-		t.Errorf("a broken log, watched anew: %v", err)
+	anew := w.watch(hs, "s", events.NoSeq)
+	b = rebuild(nil, events.NoSeq)
+	if err := b.until(ctx, anew, func() bool { return b.at == seq }); err != nil {
+		t.Error(err)
 	}
+	if ds, err := anew.Next(ctx); !errors.Is(err, bad) {
+		t.Errorf("a broken log, watched anew: %v, %v", ds, err)
+	}
+	anew.Close()
 	again.Close()
 	if n := nc.NumSubscriptions(); n != 0 {
 		t.Errorf("%d subscriptions are left", n)
