@@ -65,7 +65,9 @@ type actor struct {
 	state *session.State // nil until loaded, and whenever it cannot be trusted
 	keys  *keyWindow     // nil until an append with an idempotency key comes
 
-	contended atomic.Int64 // Unix ns until which gaps are left for others
+	conn uint64 // Journal.Reconnects when the log was last known to hold the state's last commit
+
+	contended atomic.Int64 // ns since start until which gaps are left for others
 
 	unborn *events.Header // the header of a session that is not stored yet; nil for others
 }
@@ -139,12 +141,18 @@ func (s *actor) leaveGap() {
 
 func (s *actor) isContended() bool {
 	until := s.contended.Load()
-	return until != 0 && time.Now().UnixNano() < until
+	return until != 0 && int64(time.Since(start)) < until
 }
+
+// start is what contention is measured from, by the clock that nobody sets back.
+var start = time.Now()
+
+// contend makes the actor leave gaps for a while.
+func (s *actor) contend() { s.contended.Store(int64(time.Since(start) + contention)) }
 
 // askForTurn asks other appenders for a gap, and leaves gaps from then on as they do.
 func (s *actor) askForTurn() {
-	s.contended.Store(time.Now().Add(contention).UnixNano())
+	s.contend()
 	if err := s.a.log.AskForTurn(s.id); err != nil {
 		s.a.cfg.Logger.Warn("asking for a turn", "session", s.id, "err", err)
 	}
@@ -154,6 +162,10 @@ func (s *actor) askForTurn() {
 func (s *actor) do(group []*work) {
 	ctx := withDeadline(group[0].ctx, s.a.stopping, s.a.cfg.LoadTimeout)
 	defer ctx.end()
+	if err := s.confirm(ctx); err != nil {
+		s.fail(group, err)
+		return
+	}
 	fresh := s.state == nil // as new as the log's end when it was loaded just now
 	if fresh {
 		if err := s.reload(ctx); err != nil {
@@ -163,7 +175,7 @@ func (s *actor) do(group []*work) {
 	}
 	if w := group[0]; w.inspect != nil {
 		if !fresh {
-			if _, err := s.catchUp(ctx); err != nil {
+			if err := s.catchUp(ctx); err != nil {
 				w.finish(nil, err)
 				return
 			}
@@ -193,10 +205,42 @@ func (s *actor) do(group []*work) {
 	}
 }
 
-// reload makes the state that there is none of.
+// reload makes the state anew.
 func (s *actor) reload(ctx context.Context) error {
-	s.keys = nil
-	return s.a.load(ctx, s, false)
+	s.state, s.keys = nil, nil
+	conn := s.a.log.Reconnects() // before the log is read: what is read may be lost with the server
+	if err := s.a.load(ctx, s, false); err != nil {
+		return err
+	}
+	s.conn = conn
+	return nil
+}
+
+// confirm forgets a state whose last commit the log does not hold any more. A server that lost power
+// may have lost commits that were not synced, and others may have their place since; whoever is still
+// connected as before has not lived through that.
+func (s *actor) confirm(ctx context.Context) error {
+	if s.state == nil {
+		return nil
+	}
+	conn := s.a.log.Reconnects()
+	if conn == s.conn {
+		return nil
+	}
+	if s.state.StreamSeq == 0 { // its header may be lost
+		s.state = nil
+		return nil
+	}
+	c, err := s.a.log.Stored(ctx, s.id, s.state.StreamSeq)
+	if err != nil {
+		return err
+	}
+	if c == nil || c.Chain != s.state.Chain {
+		s.lost()
+		return nil
+	}
+	s.conn = conn
+	return nil
 }
 
 // try plans the group as one commit and publishes it. It returns the work that is to be tried
@@ -225,7 +269,7 @@ func (s *actor) try(ctx context.Context, group []*work, fresh *bool) (again []*w
 			// appended meanwhile.
 			batch.Rollback()
 			*fresh = true
-			if _, err := s.catchUp(ctx); err != nil {
+			if err := s.catchUp(ctx); err != nil {
 				s.fail(append(s.waiting(in, group[i:]), again...), err)
 				return nil
 			}
@@ -294,7 +338,7 @@ func (s *actor) publish(ctx context.Context, batch *session.Batch, in []*share, 
 	if s.a.cfg.Telemetry != nil {
 		traced = s.traced(ctx, c, in)
 	}
-	dup, err := s.a.log.Publish(ctx, c, s.state.StreamSeq)
+	dup, err := s.a.log.PublishSince(ctx, s.conn, c, s.state.StreamSeq)
 	if traced != nil {
 		traced(err)
 	}
@@ -707,34 +751,63 @@ func (s *actor) fold(ctx context.Context, c *events.Commit) error {
 	}
 }
 
-// catchUp folds what the log holds behind the state and reports whether there was anything.
-func (s *actor) catchUp(ctx context.Context) (news bool, err error) {
-	err = s.a.log.CatchUp(ctx, s.id, s.state.StreamSeq, s.state.Next, func(c *events.Commit) error {
-		news = true
-		return s.fold(ctx, c)
-	})
+// takeUp folds a commit that others appended. One that was not made behind the state's last commit
+// is refused: the log was rewound, and went on with others.
+func (s *actor) takeUp(ctx context.Context, c *events.Commit) error {
+	if s.state.Chain.NextChain(c) != c.Chain {
+		return &journal.ConflictError{Rewound: true}
+	}
+	return s.fold(ctx, c)
+}
+
+// catchUp brings the state to the log's end: it folds what the log holds behind it, or loads it anew
+// when the log is another one by now.
+func (s *actor) catchUp(ctx context.Context) error {
+	if err := s.confirm(ctx); err != nil {
+		s.state = nil
+		return err
+	}
+	if s.state == nil {
+		return s.reload(ctx)
+	}
+	err := s.a.log.CatchUp(ctx, s.id, s.state.StreamSeq, s.state.Next, func(c *events.Commit) error { return s.takeUp(ctx, c) })
+	if isRewound(err) {
+		s.lost()
+		return s.reload(ctx)
+	}
 	if err != nil {
 		s.state = nil
 	}
-	return news, err
+	return err
+}
+
+func isRewound(err error) bool {
+	var conflict *journal.ConflictError
+	return errors.As(err, &conflict) && conflict.Rewound
+}
+
+// lost forgets a state after a power cut took acknowledged commits of an unsynced store. The log is
+// the truth.
+func (s *actor) lost() {
+	s.a.cfg.Logger.Error("the session's log lacks what its state was made of; reading it again", "session", s.id, "seq", int64(s.state.Last()))
+	s.state = nil
 }
 
 // absorb folds what other appenders stored first.
 func (s *actor) absorb(ctx context.Context, conflict *journal.ConflictError) error {
 	if conflict.Rewound {
-		// The log ends before the head that the state came from: a power cut took
-		// acknowledged commits of an unsynced store. The log is the truth.
-		s.a.cfg.Logger.Error("the session's log ends before its state; reading the whole log again", "session", s.id, "seq", int64(s.state.Last()))
-		s.keys = nil
-		return s.a.load(ctx, s, true)
+		s.lost()
+		return s.reload(ctx)
 	}
 	for _, c := range conflict.Commits {
-		if err := s.fold(ctx, c); err != nil {
+		if err := s.takeUp(ctx, c); isRewound(err) {
+			s.lost()
+			return s.reload(ctx)
+		} else if err != nil {
 			return err
 		}
 	}
-	_, err := s.catchUp(ctx)
-	return err
+	return s.catchUp(ctx)
 }
 
 // closers are the events that repair appends: a new epoch when the session has a writer, so

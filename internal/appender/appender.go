@@ -161,7 +161,7 @@ func (a *Appender) Listen() (stop func(), err error) {
 		a.mu.Lock()
 		defer a.mu.Unlock()
 		if s := a.sessions[session]; s != nil {
-			s.contended.Store(time.Now().Add(contention).UnixNano())
+			s.contend()
 		}
 	})
 }

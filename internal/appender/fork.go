@@ -305,10 +305,11 @@ func (f *fork) seed(ctx context.Context, from events.Seq, do func(*events.Event)
 func (f *fork) copy(ctx context.Context) error {
 	for {
 		st := session.New(f.header.ID, f.header.Format, f.header.Raw, surface.KeepFingerprints)
+		made := f.a.log.Reconnects()
 		if err := f.resume(ctx, st); err != nil {
 			return err
 		}
-		err := f.append(ctx, st)
+		err := f.append(ctx, st, made)
 		var conflict *journal.ConflictError
 		if !errors.As(err, &conflict) {
 			return err
@@ -393,8 +394,9 @@ func (f *fork) isPrefix(ctx context.Context) error {
 	return nil
 }
 
-// append stores the rest of what the child starts with, in commits of a bounded size.
-func (f *fork) append(ctx context.Context, st *session.State) error {
+// append stores the rest of what the child starts with, in commits of a bounded size. made is
+// Journal.Reconnects from before its log was read.
+func (f *fork) append(ctx context.Context, st *session.State, made uint64) error {
 	batch := st.Begin(f.a.cfg.Invariants)
 	size := 0
 	flush := func() error {
@@ -406,7 +408,7 @@ func (f *fork) append(ctx context.Context, st *session.State) error {
 			c.Actor = events.NoActor
 		}
 		batch.Seal(c)
-		if _, err := f.a.log.Publish(ctx, c, st.StreamSeq); err != nil {
+		if _, err := f.a.log.PublishSince(ctx, made, c, st.StreamSeq); err != nil {
 			return err
 		}
 		batch.Commit(c)

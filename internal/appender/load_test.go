@@ -346,3 +346,75 @@ func TestLogThatWentBackUnderARunningAppender(t *testing.T) {
 	}
 	count(t, w.check(t, "s"), `"keyed"`, 1)
 }
+
+// TestAppendersThatOutliveAPowerCut: both know commits that the log has lost, and one of them appends
+// others before the other one looks.
+func TestAppendersThatOutliveAPowerCut(t *testing.T) {
+	t.Parallel()
+	for _, more := range []int{0, 1, 2, 3} { // commits behind the cut
+		for _, look := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%d commits behind it, look first %t", more, look), func(t *testing.T) {
+				t.Parallel()
+				w := newWorld(t)
+				a, b := w.start(t, appender.Config{}), w.start(t, appender.Config{})
+				a.must(t, to("s", user("kept")))
+				w.Down()
+				cut := w.SaveStream("SESSIONS")
+				w.Up()
+				a.must(t, to("s", user("lost 1"), user("lost 2")))
+				a.must(t, to("s", user("lost 3")))
+				next := func(want events.Seq) {
+					t.Helper()
+					if st, err := b.Status(journaltest.Context(t), "s"); err != nil || st.NextSeq != want {
+						t.Errorf("got %+v, %v, want next seq %d", st, err, want)
+					}
+				}
+				next(4)
+				w.Down()
+				cut()
+				w.Up()
+				for i := range more {
+					a.must(t, to("s", user(fmt.Sprint("new ", i))))
+				}
+				if look {
+					next(events.Seq(1 + more))
+				}
+				if r := b.must(t, to("s", user("by b"))); r.FirstSeq != events.Seq(1+more) {
+					t.Errorf("got seq %d, want %d", r.FirstSeq, 1+more)
+				}
+				a.must(t, to("s", user("by a")))
+				count(t, w.check(t, "s"), "lost", 0)
+			})
+		}
+	}
+}
+
+// TestOthersCommitsOnAnotherLogAreNotTakenUp: what comes next by its seq was made behind other events
+// than those that the state knows, as no connection tells.
+func TestOthersCommitsOnAnotherLogAreNotTakenUp(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	a, b := w.start(t, appender.Config{}), w.start(t, appender.Config{})
+	a.must(t, to("s", note("kept")))
+	a.must(t, to("s", note("lost")))
+	if st, err := b.Status(journaltest.Context(t), "s"); err != nil || st.NextSeq != 2 {
+		t.Fatal(st, err)
+	}
+	js, err := jetstream.New(w.nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stream, err := js.Stream(journaltest.Context(t), "SESSIONS")
+	if err == nil {
+		err = stream.DeleteMsg(journaltest.Context(t), w.check(t, "s").Commits[1].StreamSeq)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.must(t, to("s", user("m1")))
+	a.must(t, to("s", user("m2")))
+	b.must(t, to("s", user("m3", 1, 2))) // m1 is on the surface
+	if log := w.check(t, "s"); log.Next() != 4 {
+		t.Errorf("the log has %d events, want 4", log.Next())
+	}
+}

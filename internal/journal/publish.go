@@ -28,8 +28,8 @@ const (
 )
 
 // ConflictError says that the session's log went on behind the writer's back: Commits are the
-// first that follow the one that the writer took for the last; there may be more. Rewound means the opposite: the log ends before
-// the commit that the writer took for the last.
+// first that follow the one that the writer took for the last; there may be more. Rewound means the opposite: the log does not
+// hold the commit that the writer took for the last any more, whether or not it went on with others.
 type ConflictError struct {
 	Commits []*events.Commit
 	Rewound bool
@@ -37,7 +37,7 @@ type ConflictError struct {
 
 func (e *ConflictError) Error() string {
 	if e.Rewound {
-		return "the log ends before the commit that was taken for its last"
+		return "the log lacks the commit that was taken for its last"
 	}
 	return fmt.Sprintf("%d other commits were stored first", len(e.Commits))
 }
@@ -63,12 +63,18 @@ func (e *apiError) Error() string {
 //     commit may be published again at any time.
 //   - *events.Error of another code, or ctx's error before anything was sent: not stored.
 func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (duplicate bool, err error) {
+	return j.PublishSince(ctx, j.Reconnects(), c, after)
+}
+
+// PublishSince is Publish for one who knows since when the log ends as it thinks: made is what
+// Reconnects was then.
+func (j *Journal) PublishSince(ctx context.Context, made uint64, c *events.Commit, after uint64) (duplicate bool, err error) {
 	conn := j.conn()
 
 	if err := ctx.Err(); err != nil {
 		return false, err
 	}
-	seq, dup, err := j.publishOnce(conn, c, after)
+	seq, dup, err := j.publishOnce(ctx, conn, &made, c, after)
 	if err == nil {
 		c.StreamSeq = seq
 		return dup, nil
@@ -80,7 +86,7 @@ func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (
 	conflicts := 0
 	for attempt, pause := 0, 50*time.Millisecond; ; attempt++ {
 		if attempt > 0 {
-			if seq, dup, err = j.publishOnce(conn, c, after); err == nil {
+			if seq, dup, err = j.publishOnce(ctx, conn, &made, c, after); err == nil {
 				c.StreamSeq = seq
 				return dup, nil
 			}
@@ -105,6 +111,8 @@ func (j *Journal) Publish(ctx context.Context, c *events.Commit, after uint64) (
 				}
 			}
 			return false, &ConflictError{Commits: others}
+		case errors.Is(err, errNotBehind):
+			return false, &ConflictError{Rewound: true}
 		case conflict:
 			// A conflict with nothing new behind it: the log is shorter than the writer
 			// thinks. A leader that has just changed may say so for a moment.
@@ -191,12 +199,42 @@ func (m *message) fill(c *events.Commit, after uint64) {
 	m.Data = c.Body
 }
 
-// publishOnce sends the commit and waits for its ack.
-func (j *Journal) publishOnce(conn *acks, c *events.Commit, after uint64) (seq uint64, dup bool, err error) {
+// errNotBehind says that a commit was not sent, since what it was made for is not in the log.
+var errNotBehind = errors.New("journal: the log lacks the commit's predecessor")
+
+// isBehind makes sure that the commit at a stream sequence is the one that c was made to follow, as
+// c's chain says.
+func (j *Journal) isBehind(ctx context.Context, c *events.Commit, after uint64) error {
+	if after == 0 {
+		return nil
+	}
+	last, err := j.Stored(ctx, c.Session, after)
+	var garbage *MalformedError
+	switch {
+	case errors.As(err, &garbage):
+		return errNotBehind
+	case err != nil:
+		return err
+	case last == nil || last.Chain.NextChain(c) != c.Chain:
+		return errNotBehind
+	}
+	return nil
+}
+
+// publishOnce sends the commit and waits for its ack. When a connection was made anew since made, the
+// server may have lost what was not synced, and others' commits may have the same stream sequences since:
+// the expectation alone does not tell then that the commit comes behind the one that it was made for.
+func (j *Journal) publishOnce(ctx context.Context, conn *acks, made *uint64, c *events.Commit, after uint64) (seq uint64, dup bool, err error) {
 	if j.Faults.BeforePublish != nil {
 		if err := j.Faults.BeforePublish(c); err != nil {
 			return 0, false, err
 		}
+	}
+	if now := j.Reconnects(); now != *made {
+		if err := j.isBehind(ctx, c, after); err != nil {
+			return 0, false, err
+		}
+		*made = now
 	}
 	m := messages.Get().(*message)
 	m.fill(c, after)

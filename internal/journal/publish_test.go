@@ -347,6 +347,41 @@ func TestPublishTellsALogThatWentBack(t *testing.T) {
 	checkIDs(t, j, s.Conn(t), "s", "a")
 }
 
+// TestPublishOverAPowerCutDoesNotFollowAnothersCommit: while the writer waits for an answer, a power cut
+// takes the commit that it knows for the last, and another's commit gets its stream sequence.
+func TestPublishOverAPowerCutDoesNotFollowAnothersCommit(t *testing.T) {
+	t.Parallel()
+	for _, sent := range []bool{false, true} { // whether the cut comes behind the first attempt
+		t.Run(fmt.Sprint("sent before ", sent), func(t *testing.T) {
+			t.Parallel()
+			s := journaltest.Start(t)
+			j, other := open(t, s, quick), open(t, s, quick)
+			w := journaltest.NewWriter("s", nil)
+			a := w.Commit("a", 1, 60)
+			store(t, j, 0, a)
+			theirs := w.Fork().Commit("theirs", 3, 60)
+			s.Down()
+			restore := s.SaveStream("SESSIONS")
+			s.Up()
+			lost := w.Commit("lost", 1, 60)
+			store(t, j, a.StreamSeq, lost)
+			cut := atFirst(sent, func(*Journal, *journaltest.Server, *journaltest.Proxy) error {
+				s.Down()
+				restore()
+				s.Up()
+				store(t, other, a.StreamSeq, theirs)
+				return map[bool]error{true: nats.ErrTimeout}[sent]
+			})
+			cut(t, j, s, nil)
+			_, err := j.Publish(journaltest.Context(t), w.Commit("b", 1, 60), lost.StreamSeq)
+			if c, ok := errors.AsType[*ConflictError](err); !ok || !c.Rewound {
+				t.Fatalf("got %v", err)
+			}
+			checkIDs(t, j, s.Conn(t), "s", "a", "theirs")
+		})
+	}
+}
+
 // TestPublishHasOneWinner: of many writers with the same expectation one wins, and each of the
 // others hears who it was.
 func TestPublishHasOneWinner(t *testing.T) {

@@ -352,7 +352,8 @@ func (j *Journal) LeaderTail(ctx context.Context, session string, after uint64, 
 const farBehind = 256
 
 // CatchUp is LeaderTail for one who knows which seq comes next (NoSeq: who does not): a single
-// new commit, the usual case, then costs one read, as does finding that there is none.
+// new commit, the usual case, then costs one read, as does finding that there is none. A log that ends
+// before that seq is a *ConflictError that says Rewound.
 func (j *Journal) CatchUp(ctx context.Context, session string, after uint64, next events.Seq, f func(*events.Commit) error) error {
 	last, err := j.LeaderLast(ctx, session)
 	var bad *MalformedError
@@ -361,6 +362,9 @@ func (j *Journal) CatchUp(ctx context.Context, session string, after uint64, nex
 	case err != nil:
 		return err
 	case last == nil || last.StreamSeq <= after:
+		if next != events.NoSeq && after > 0 && (last == nil || last.StreamSeq < after || last.Last+1 != next) {
+			return &ConflictError{Rewound: true}
+		}
 		return nil
 	case last.First == next:
 		return f(last)
