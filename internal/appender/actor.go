@@ -589,6 +589,11 @@ func (s *actor) event(w *work, raws [][]byte, i int, c events.Context) (*events.
 	if e.Type == typeWriter && e.Kind != events.KindOpaque && !w.takesFence {
 		return nil, &events.Error{Code: events.CodeFenced, Detail: "session/writer is appended by POST …/writer alone, which gives it the next epoch"}
 	}
+	if e.Type == "session/end-seed" && e.Kind != events.KindOpaque && s.state.Writer != nil && e.Fields().Inherited {
+		// It takes the fence away, and epochs would begin anew: an old writer's would be the current one.
+		current := s.state.Epoch()
+		return nil, &events.Error{Code: events.CodeFenced, Epoch: &current, Detail: fmt.Sprintf("session/end-seed with inherited true belongs behind what a fork copied; expected none in a session that has a writer (%q, epoch %d)", s.state.Writer.ID, current)}
+	}
 	return e, nil
 }
 

@@ -310,3 +310,31 @@ func TestRepairFencesTheWriter(t *testing.T) {
 	}
 	count(t, w.check(t, "s"), "zombie", 0)
 }
+
+// TestAnEndSeedDoesNotTakeTheFenceAway: epochs would begin anew, and an old writer's be the current one.
+func TestAnEndSeedDoesNotTakeTheFenceAway(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.start(t, appender.Config{})
+	inherited := logOnly("session/end-seed", `{"inherited":true}`)
+	p.must(t, to("s", inherited)) // there is nothing to take away
+	for _, writer := range []string{"A", "B"} {
+		if _, err := p.takeWriter(t, "s", writer); err != nil {
+			t.Fatal(err)
+		}
+	}
+	first, second := events.Seq(1), events.Seq(2)
+	r := to("s", note("before"), inherited)
+	r.Epoch = &second
+	if e := p.refused(t, r, events.CodeFenced, ""); e.Index == nil || *e.Index != 1 {
+		t.Errorf("refused with %+v, want the second event", e)
+	}
+	p.refused(t, at(3, to("s", inherited)), events.CodeFenced, "")
+	if f, err := p.takeWriter(t, "s", "C"); err != nil || f.Epoch != 3 {
+		t.Errorf("the next writer: %+v, %v", f, err)
+	}
+	stale := to("s", note("stale"))
+	stale.Epoch = &first
+	p.refused(t, stale, events.CodeFenced, "")
+	count(t, w.check(t, "s"), "stale", 0)
+}
