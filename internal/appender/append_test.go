@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -547,5 +548,43 @@ func TestKeyBesideAnExpectedSeq(t *testing.T) {
 	}
 	if n := len(w.check(t, "s").Lines); n != 2 {
 		t.Errorf("the log has %d events, want 2", n)
+	}
+}
+
+// TestASessionIsJudgedByTheHeaderThatItGot, also where a refused append was made before there was one.
+func TestASessionIsJudgedByTheHeaderThatItGot(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.start(t, appender.Config{})
+	p.refused(t, to("s", onSurface("user/message", `{}`)), events.CodeRuleViolation, events.RuleMessageMalformed)
+	if _, created, err := p.Create(journaltest.Context(t), "s", []byte(`{"version":4}`)); err != nil || !created {
+		t.Fatal(created, err)
+	}
+	p.must(t, to("s", onSurface("developer/message", `{"message":{"id":"d","role":"developer","source":{"kind":"system"},"content":[]}}`)))
+	w.check(t, "s")
+}
+
+// TestOldKeysAreForgotten, also those of others' appends, behind which this appender looks for none.
+func TestOldKeysAreForgotten(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	var later atomic.Int64
+	cfg := appender.Config{Now: func() time.Time { return fixed().Add(time.Duration(later.Load())) }}
+	p, other := w.start(t, cfg), w.start(t, cfg)
+	keyed := func(i int) appender.Request {
+		r := to("s", note(fmt.Sprint(i)))
+		r.Key = fmt.Sprint("key ", i)
+		return r
+	}
+	p.must(t, keyed(0))
+	for i := range 5 {
+		later.Add(int64(11 * time.Minute))
+		other.must(t, keyed(1+i))
+		if _, err := p.Status(journaltest.Context(t), "s"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := p.Keys("s"); n != 1 {
+		t.Errorf("%d keys are in memory, want 1", n)
 	}
 }

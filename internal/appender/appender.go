@@ -421,6 +421,9 @@ func (a *Appender) TakeWriter(ctx context.Context, r WriterRequest) (*Fence, err
 		if err != nil {
 			return nil, err
 		}
+		if e == nil { // lost since it was recognised
+			return nil, lostLog(id)
+		}
 		fields := e.Fields()
 		if fields.Writer != writer {
 			return nil, &events.Error{Code: events.CodeKeyReused, Session: id, Seq: &receipt.FirstSeq, Detail: fmt.Sprintf("the idempotency key was used for the writer %q; use a new key for %q", fields.Writer, writer)}
@@ -521,7 +524,10 @@ func (a *Appender) rest(s *actor, done []*work) bool {
 		return false
 	}
 	a.release(done)
-	s.busy = false
+	s.busy, s.queue = false, nil
+	if s.unborn != nil { // it may be created with another header before the next append
+		s.state, s.keys, s.unborn = nil, nil, nil
+	}
 	size := 0
 	if s.state != nil {
 		size = s.state.Bytes() + s.keys.bytes() + 512
@@ -552,6 +558,7 @@ func (a *Appender) take(s *actor, done []*work) []*work {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.release(done)
+	clear(done) // a part of what the queue was
 	n, count, size, reserve := 0, 0, 0, 0
 	for n < len(s.queue) {
 		w := s.queue[n]

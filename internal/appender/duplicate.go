@@ -29,6 +29,7 @@ func checkKey(key string) error {
 // window is one that was not read yet.
 type keyWindow struct {
 	span   time.Duration
+	now    func() time.Time
 	byKey  map[string]keyed
 	oldest []keyed // in the order of commits
 }
@@ -55,16 +56,22 @@ func (k *keyWindow) add(c *events.Commit) {
 		k.byKey[a.Key] = e
 		k.oldest = append(k.oldest, e)
 	}
+	k.forget(k.now()) // a session of appends with new keys alone must not grow for ever
 }
 
-// find returns the append that a key covers, if it is young enough.
-func (k *keyWindow) find(key string, now time.Time) (keyed, bool) {
+// forget drops what is too old.
+func (k *keyWindow) forget(now time.Time) {
 	for len(k.oldest) > 0 && now.Sub(k.oldest[0].at) > k.span {
 		if e := k.oldest[0]; k.byKey[e.key] == e {
 			delete(k.byKey, e.key)
 		}
 		k.oldest = k.oldest[1:]
 	}
+}
+
+// find returns the append that a key covers, if it is young enough.
+func (k *keyWindow) find(key string, now time.Time) (keyed, bool) {
+	k.forget(now)
 	e, ok := k.byKey[key]
 	return e, ok
 }
@@ -79,7 +86,7 @@ func (k *keyWindow) bytes() int {
 // readKeys reads back the commits of the window. What a replica lacks is read from the leader.
 func (s *actor) readKeys(ctx context.Context) error {
 	now := s.a.cfg.Now()
-	k := &keyWindow{span: s.a.cfg.KeyWindow, byKey: map[string]keyed{}}
+	k := &keyWindow{span: s.a.cfg.KeyWindow, now: s.a.cfg.Now, byKey: map[string]keyed{}}
 	if s.state.StreamSeq > 0 {
 		var last uint64
 		// Commits carry the appenders' clocks, the log the server's: read a little more.
@@ -322,6 +329,8 @@ func (s *actor) stored(ctx context.Context, w *work, first events.Seq) (*events.
 }
 
 // lostLog says that a session's log is gone although its state came from it.
-func (s *actor) lostLog() error {
-	return &events.Error{Code: events.CodeCorrupt, Session: s.id, Detail: "the session's log is gone; run projector verify"}
+func (s *actor) lostLog() error { return lostLog(s.id) }
+
+func lostLog(session string) error {
+	return &events.Error{Code: events.CodeCorrupt, Session: session, Detail: "the session's log is gone; run projector verify"}
 }

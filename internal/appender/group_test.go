@@ -4,11 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+	"weak"
 
 	"github.com/nats-io/nats.go"
 
@@ -410,4 +412,52 @@ func TestRetryBehindALostCommit(t *testing.T) {
 		t.Errorf("got %v and %+v, %v", a.err, b.Receipt, b.err)
 	}
 	count(t, w.check(t, "s"), `"once"`, 1)
+}
+
+// TestFinishedRequestsAreLetGo: neither an actor that goes on working nor one at rest keeps them.
+func TestFinishedRequestsAreLetGo(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.start(t, appender.Config{GroupEvents: 4})
+	const groups = 5
+	entered, goOn := make(chan int64, groups), make(chan struct{}, groups)
+	t.Cleanup(func() { close(goOn) })
+	p.log.Faults.BeforePublish = counter(func(n int64, _ *events.Commit) error {
+		entered <- n
+		<-goOn
+		return nil
+	})
+	var kept []weak.Pointer[[64 << 10]byte]
+	request := func() appender.Request {
+		r := to("s", note("x"))
+		b := new([64 << 10]byte)
+		r.Events[0] = b[:copy(b[:], r.Events[0])]
+		kept = append(kept, weak.Make(b))
+		return r
+	}
+	answers := []<-chan answer{p.send(t, request())}
+	journaltest.Await(t, "the first publish", entered)
+	for range 4 * (groups - 1) {
+		answers = append(answers, p.queue(t, request()))
+	}
+	letGo := func(what string, n int) {
+		t.Helper()
+		for _, a := range answers[:n] {
+			if got := journaltest.Await(t, "an answer", a); got.err != nil {
+				t.Fatal(got.err)
+			}
+		}
+		journaltest.Eventually(t, what, func() bool {
+			runtime.GC()
+			return !slices.ContainsFunc(kept[:n], func(p weak.Pointer[[64 << 10]byte]) bool { return p.Value() != nil })
+		})
+		answers, kept = answers[n:], kept[n:]
+	}
+	for range groups - 1 {
+		goOn <- struct{}{}
+		journaltest.Await(t, "the next publish", entered)
+	}
+	letGo("the busy actor to let go of what is done", 1+4*(groups-2))
+	goOn <- struct{}{}
+	letGo("the actor at rest to let go of what is done", 4)
 }
