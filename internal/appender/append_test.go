@@ -564,6 +564,42 @@ func TestASessionIsJudgedByTheHeaderThatItGot(t *testing.T) {
 	w.check(t, "s")
 }
 
+// TestALostHeaderCanBeGivenAgain: a power cut took the header and left the log, whose chain tells
+// which header it was.
+func TestALostHeaderCanBeGivenAgain(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	p := w.start(t, appender.Config{})
+	p.must(t, to("other", note("x")))
+	w.Down()
+	cut := w.SaveStream("KV_HEADERS")
+	w.Up()
+	header := []byte(`{"version":3,"id":"s","createdAt":1,"isSeeded":false,"delegationDepth":0}`)
+	if _, _, err := p.Create(ctx, "s", header); err != nil {
+		t.Fatal(err)
+	}
+	p.must(t, to("s", note("one")))
+	p.must(t, to("s", note("two")))
+	w.Down()
+	cut()
+	w.Up()
+	p = w.start(t, appender.Config{})
+	p.refused(t, to("s", note("x")), events.CodeSessionPending, "")
+	for _, other := range []string{"", `{}`, `{"createdAt":2}`} {
+		if _, _, err := p.Create(ctx, "s", []byte(other)); asError(err).Code != events.CodeSessionPending {
+			t.Errorf("with the header %q: %v", other, err)
+		}
+	}
+	if _, created, err := p.Create(ctx, "s", header); err != nil || !created {
+		t.Fatalf("with its own header: %t, %v", created, err)
+	}
+	p.must(t, to("s", note("three")))
+	if log := w.check(t, "s"); log.Next() != 3 {
+		t.Errorf("the log has %d events, want 3", log.Next())
+	}
+}
+
 // TestOldKeysAreForgotten, also those of others' appends, behind which this appender looks for none.
 func TestOldKeysAreForgotten(t *testing.T) {
 	t.Parallel()

@@ -229,7 +229,7 @@ func (a *Appender) Create(ctx context.Context, id string, header []byte) (h *eve
 	if err := a.checkHeader(want); err != nil {
 		return nil, false, err
 	}
-	if err := a.notPending(ctx, want.ID); err != nil {
+	if err := a.notPending(ctx, want.ID, want); err != nil {
 		return nil, false, err
 	}
 	stored, created, err := a.headers.Create(ctx, want)
@@ -606,15 +606,15 @@ func (a *Appender) adopt(ctx context.Context, id string, absent error) (*events.
 	if errors.Is(absent, journal.ErrReserved) {
 		return nil, &events.Error{Code: events.CodeSessionPending, Session: id, Detail: "a fork is making the session and is not complete; repeat the fork request"}
 	}
-	if err := a.notPending(ctx, id); err != nil {
+	if err := a.notPending(ctx, id, nil); err != nil {
 		return nil, err
 	}
 	return events.ParseHeader([]byte("{}"), id, a.cfg.Now().UnixMilli())
 }
 
-// notPending refuses a session that has a log and no header: a fork is under way, and its
-// header alone is the one that the log's chain starts from.
-func (a *Appender) notPending(ctx context.Context, id string) error {
+// notPending refuses a session that has a log and no header: a fork is under way, or a power cut took
+// the header. The one that the log's chain starts from, given as want, is not refused.
+func (a *Appender) notPending(ctx context.Context, id string, want *events.Header) error {
 	last, err := a.log.LeaderLast(ctx, id)
 	var garbage *journal.MalformedError
 	switch {
@@ -625,9 +625,26 @@ func (a *Appender) notPending(ctx context.Context, id string) error {
 	}
 	if _, herr := a.headers.Get(ctx, id); !errors.Is(herr, events.ErrSessionNotFound) {
 		return herr // nil: its header is there, maybe since a moment ago
+	} else if want != nil && !errors.Is(herr, journal.ErrReserved) {
+		if own, err := a.startsFrom(ctx, want); err != nil || own {
+			return err
+		}
 	}
 	if err == nil {
-		err = &events.Error{Code: events.CodeSessionPending, Session: id, Detail: "the session has events but no header yet: the fork that makes it is not complete; repeat the fork request"}
+		err = &events.Error{Code: events.CodeSessionPending, Session: id, Detail: "the session has events but no header: the fork that makes it is not complete, repeat the fork request; or its header was lost, create it with the very same one"}
 	}
 	return err
+}
+
+// startsFrom reports whether the chain of a session's log starts from a header.
+func (a *Appender) startsFrom(ctx context.Context, h *events.Header) (own bool, err error) {
+	enough := errors.New("enough")
+	err = a.log.LeaderTail(ctx, h.ID, 0, func(c *events.Commit) error {
+		own = c.First == 0 && events.SeedChain(h.ID, h.Raw).NextChain(c) == c.Chain
+		return enough
+	})
+	if errors.Is(err, enough) {
+		err = nil
+	}
+	return own, err
 }
