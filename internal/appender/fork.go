@@ -74,7 +74,15 @@ func (a *Appender) Fork(ctx context.Context, r ForkRequest) (*Fork, error) {
 	if err := a.headers.Reserve(ctx, h, at); err != nil {
 		return nil, err
 	}
+	// An erasure of the parent that begins behind the first look finds the reservation; one that began
+	// before the second may not have waited for what was copied since.
+	if err := f.parentStays(ctx); err != nil {
+		return nil, err
+	}
 	if err := f.copy(ctx); err != nil {
+		return nil, err
+	}
+	if err := f.parentStays(ctx); err != nil {
 		return nil, err
 	}
 	out.Created, err = a.headers.Fulfil(ctx, h, at)
@@ -276,6 +284,21 @@ type fork struct {
 	at     events.Seq
 	time   int64 // of the parent's event at
 	header *events.Header
+}
+
+// parentStays refuses a fork whose parent was erased meanwhile. Damage of the parent's log is none of its
+// business.
+func (f *fork) parentStays(ctx context.Context) error {
+	_, err := f.a.log.LeaderLast(ctx, f.r.Parent)
+	var damaged *journal.MalformedError
+	switch {
+	case errors.Is(err, events.ErrErased):
+		return &events.Error{Code: events.CodeErased, Session: f.r.Parent, Cause: err,
+			Detail: fmt.Sprintf("the session was erased while it was forked; erase %q as well, for what that copied of it", f.header.ID)}
+	case errors.As(err, &damaged):
+		return nil
+	}
+	return err
 }
 
 // endSeed is the event behind the inherited part.

@@ -18,6 +18,7 @@ import (
 
 	"palimpsest/internal/appender"
 	"palimpsest/internal/demo"
+	"palimpsest/internal/erasure"
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal"
 	"palimpsest/internal/journal/journaltest"
@@ -604,5 +605,88 @@ func TestForkBeforeDamage(t *testing.T) {
 		if n := len(w.check(t, id).Lines); n != int(at)+3 {
 			t.Errorf("%s has %d events", id, n)
 		}
+	}
+}
+
+// TestErasureFindsAForkInTheMaking: what a fork has read, or copied, of a session that is erased meanwhile
+// does not stay behind unseen.
+func TestErasureFindsAForkInTheMaking(t *testing.T) {
+	t.Parallel()
+	for _, withForks := range []bool{true, false} {
+		t.Run(fmt.Sprint("with forks ", withForks), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			ctx := journaltest.Context(t)
+			p, forker := w.start(t, appender.Config{}), w.start(t, appender.Config{})
+			p.must(t, to("parent", note("secret")))
+			e, err := erasure.New(ctx, p.log, p.headers)
+			if err != nil {
+				t.Fatal(err)
+			}
+			erase := func(id string) *erasure.Receipt {
+				t.Helper()
+				r, err := e.Erase(ctx, erasure.Request{Session: id, Reason: "asked for", By: "ann", WithForks: withForks})
+				if err != nil {
+					t.Fatal(err)
+				}
+				return r
+			}
+			g := forker.hold(t)
+			refusal := make(chan error, 1)
+			go func() {
+				_, err := forker.Fork(ctx, appender.ForkRequest{Parent: "parent", ID: "child"})
+				refusal <- err
+			}()
+			journaltest.Await(t, "the fork's first publish", g.entered)
+			r := erase("parent")
+			if !slices.Equal(r.Children, []string{"child"}) || withForks != (len(r.Forks) == 1) {
+				t.Errorf("the receipt has the children %q, and %d that were erased", r.Children, len(r.Forks))
+			}
+			g.release()
+			if err := journaltest.Await(t, "the fork", refusal); !errors.Is(err, events.ErrErased) {
+				t.Errorf("the fork: %v", err)
+			}
+			if _, err := p.headers.Get(ctx, "child"); !withForks && !errors.Is(err, journal.ErrReserved) {
+				t.Errorf("the child's header: %v", err)
+			}
+			if !withForks { // what was under way is stored
+				if r := erase("child"); r.Messages != 1 {
+					t.Errorf("%d messages of the child were erased, want 1", r.Messages)
+				}
+			}
+			if _, err := p.log.LeaderLast(ctx, "child"); !errors.Is(err, events.ErrErased) {
+				t.Errorf("the child's log: %v", err)
+			}
+			if left, err := p.headers.Children(ctx, "parent"); err != nil || len(left) > 0 {
+				t.Errorf("children that are left: %q, %v", left, err)
+			}
+		})
+	}
+}
+
+// TestErasureGoesPastAChildThatNeverWas: its creation was cut off behind the entry in the index.
+func TestErasureGoesPastAChildThatNeverWas(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	p := w.start(t, appender.Config{})
+	p.must(t, to("parent", note("x")))
+	if _, err := p.Fork(ctx, appender.ForkRequest{Parent: "parent", ID: "zwei"}); err != nil {
+		t.Fatal(err)
+	}
+	kv, err := p.log.JetStream().KeyValue(ctx, journal.HeadersBucket)
+	if err == nil {
+		_, err = kv.Put(ctx, "children.parent.eins", nil)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	e, err := erasure.New(ctx, p.log, p.headers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := e.Erase(ctx, erasure.Request{Session: "parent", Reason: "asked for", By: "ann", WithForks: true})
+	if err != nil || len(r.Forks) != 1 || r.Forks[0].Session != "zwei" {
+		t.Errorf("%+v, %v", r, err)
 	}
 }

@@ -110,15 +110,7 @@ func (e *Eraser) erase(ctx context.Context, r Request, seen map[string]bool) (*R
 			return nil, &events.Error{Code: events.CodeBadRequest, Session: r.Session, Detail: name + ": expected a text of 1 to 1000 bytes, which is kept on record"}
 		}
 	}
-	children, err := e.headers.Children(ctx, r.Session)
-	if err != nil {
-		return nil, err
-	}
-	slices.Sort(children)
-	out := &Receipt{Clean: []string{e.log.Config().Stream}, Children: children}
-	if out.Children == nil {
-		out.Children = []string{}
-	}
+	out := &Receipt{Clean: []string{e.log.Config().Stream}, Children: []string{}}
 	generations, err := snapshot.All(ctx, e.js)
 	if err != nil {
 		return nil, err
@@ -130,6 +122,13 @@ func (e *Eraser) erase(ctx context.Context, r Request, seen map[string]bool) (*R
 	if out.Tombstone, out.StreamSeq, err = e.bury(ctx, r); err != nil {
 		return nil, err
 	}
+	// A fork that goes on without having seen the tombstone is on the list by now.
+	children, err := e.headers.Children(ctx, r.Session)
+	if err != nil {
+		return nil, err
+	}
+	slices.Sort(children)
+	out.Children = append(out.Children, children...)
 	if err := e.record(ctx, out); err != nil {
 		return nil, err
 	}
@@ -158,6 +157,9 @@ func (e *Eraser) erase(ctx context.Context, r Request, seen map[string]bool) (*R
 		fork := r
 		fork.Session = child
 		f, err := e.erase(ctx, fork, seen)
+		if errors.Is(err, events.ErrSessionNotFound) { // its creation was cut off
+			continue
+		}
 		if err != nil {
 			return out, fmt.Errorf("fork %s: %w; the session itself is erased", child, err)
 		}
@@ -227,7 +229,7 @@ func (e *Eraser) bury(ctx context.Context, r Request) (*events.Tombstone, uint64
 // cannot be read has no chain.
 func (e *Eraser) seed(ctx context.Context, t *events.Tombstone) error {
 	t.Digest = events.SeedDigest(t.Session).String()
-	h, err := e.headers.Get(ctx, t.Session)
+	h, _, err := e.headers.Forked(ctx, t.Session)
 	if h != nil {
 		t.Chain = events.SeedChain(t.Session, h.Raw).String()
 	}
@@ -273,7 +275,7 @@ func (e *Eraser) record(ctx context.Context, r *Receipt) error {
 // header takes a session's header away and puts a tombstone in its place, so that the session is
 // known to be gone and not taken for one that never was.
 func (e *Eraser) header(ctx context.Context, session string) (int, error) {
-	h, err := e.headers.Get(ctx, session)
+	h, _, err := e.headers.Forked(ctx, session)
 	if errors.Is(err, events.ErrErased) {
 		return 0, nil
 	}

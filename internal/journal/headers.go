@@ -172,6 +172,10 @@ func (h *Headers) Reserve(ctx context.Context, hd *events.Header, at events.Seq)
 	value := reservation(hd, at)
 	kctx, cancel := context.WithTimeout(ctx, h.j.cfg.ReadTimeout)
 	defer cancel()
+	// Before the reservation, and so before anything is copied: who erases the parent finds the child.
+	if _, err := h.kv.Put(kctx, childKey(hd), nil); err != nil {
+		return h.j.unavailable(err)
+	}
 	_, err := h.kv.Create(kctx, events.Token(hd.ID), value)
 	if err == nil {
 		return nil
@@ -185,6 +189,14 @@ func (h *Headers) Reserve(ctx context.Context, hd *events.Header, at events.Seq)
 		return err
 	case bytes.Equal(raw, value), bytes.Equal(raw, hd.Raw):
 		return nil
+	}
+	other, _, err := h.Forked(ctx, hd.ID)
+	if errors.Is(err, events.ErrErased) || err == nil && other.ParentSession != hd.ParentSession { // is not its child
+		if err := h.kv.Purge(kctx, childKey(hd)); err != nil {
+			return h.j.unavailable(err)
+		}
+	}
+	switch {
 	case bytes.HasPrefix(raw, []byte(reserved)):
 		return &events.Error{Code: events.CodeSessionExists, Session: hd.ID, Detail: "another fork is making the session; repeat that one's request to complete it"}
 	}
@@ -196,9 +208,6 @@ func (h *Headers) Reserve(ctx context.Context, hd *events.Header, at events.Seq)
 func (h *Headers) Fulfil(ctx context.Context, hd *events.Header, at events.Seq) (created bool, err error) {
 	kctx, cancel := context.WithTimeout(ctx, h.j.cfg.ReadTimeout)
 	defer cancel()
-	if _, err := h.kv.Put(kctx, childKey(hd), nil); err != nil { // before the header: an index entry without one is skipped
-		return false, h.j.unavailable(err)
-	}
 	raw, rev, err := h.raw(ctx, hd.ID)
 	switch {
 	case err != nil:
@@ -207,6 +216,9 @@ func (h *Headers) Fulfil(ctx context.Context, hd *events.Header, at events.Seq) 
 		return false, nil
 	case !bytes.Equal(raw, reservation(hd, at)):
 		return false, &events.Error{Code: events.CodeSessionExists, Session: hd.ID, Detail: "the session's id is not reserved by this fork any more"}
+	}
+	if _, err := h.kv.Put(kctx, childKey(hd), nil); err != nil { // again: an older version reserved without it
+		return false, h.j.unavailable(err)
 	}
 	_, err = h.kv.Update(kctx, events.Token(hd.ID), hd.Raw, rev)
 	if err == nil {
@@ -265,7 +277,8 @@ func childKey(hd *events.Header) string {
 	return "children." + events.Token(hd.ParentSession) + "." + events.Token(hd.ID)
 }
 
-// Children returns the ids of the sessions that name parent as theirs, unordered.
+// Children returns the ids of the sessions that name parent as theirs, unordered. Forks in the making are
+// among them, and there may be ids of which there is no session: who made it was cut off.
 func (h *Headers) Children(ctx context.Context, parent string) ([]string, error) {
 	return h.list(ctx, "children."+events.Token(parent)+".*")
 }

@@ -172,6 +172,29 @@ func TestRefusedHeaderLeavesNoChild(t *testing.T) {
 	}
 }
 
+// TestAForkIsAChildFromItsReservationOn, and one that is refused is none.
+func TestAForkIsAChildFromItsReservationOn(t *testing.T) {
+	t.Parallel()
+	h := openHeaders(t, journaltest.Start(t))
+	ctx := journaltest.Context(t)
+	of := func(parent string) *events.Header {
+		return header(t, "child", fmt.Sprintf(`{"parentSession":%q}`, parent))
+	}
+	if err := h.Reserve(ctx, of("p"), 3); err != nil {
+		t.Fatal(err)
+	}
+	for parent, at := range map[string]events.Seq{"p": 2, "q": 3} {
+		if err := h.Reserve(ctx, of(parent), at); !errors.Is(err, &events.Error{Code: events.CodeSessionExists}) {
+			t.Errorf("another fork, of %s: %v", parent, err)
+		}
+	}
+	for parent, want := range map[string][]string{"p": {"child"}, "q": nil} {
+		if got, err := h.Children(ctx, parent); err != nil || !slices.Equal(got, want) {
+			t.Errorf("children of %s: %q, %v, want %q", parent, got, err, want)
+		}
+	}
+}
+
 func TestDamagedHeaderIsCorrupt(t *testing.T) {
 	t.Parallel()
 	s := journaltest.Start(t)
