@@ -162,7 +162,8 @@ func (s *actor) askForTurn() {
 func (s *actor) do(group []*work) {
 	ctx := withDeadline(group[0].ctx, s.a.stopping, s.a.cfg.LoadTimeout)
 	defer ctx.end()
-	if err := s.confirm(ctx); err != nil {
+	// What is away for the moment is no reason to refuse: the publish looks as well, for as long as it takes.
+	if err := s.confirm(ctx); err != nil && !errors.Is(err, &events.Error{Code: events.CodeUnavailable}) {
 		s.fail(group, err)
 		return
 	}

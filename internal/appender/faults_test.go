@@ -854,6 +854,24 @@ func TestConnectionLostWhileLoading(t *testing.T) {
 	}
 }
 
+// TestALookAtTheLogThatIsLostRefusesNoAppend: with a connection made anew the log is compared with the
+// state, which takes as long as it takes.
+func TestALookAtTheLogThatIsLostRefusesNoAppend(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	reads := w.startLine(t)
+	p := w.startVia(t, nil, reads, appender.Config{}, journal.Config{ReadTimeout: 200 * time.Millisecond})
+	p.must(t, to("s", note("a")))
+	before := p.log.Reconnects()
+	reads.cut()
+	journaltest.Eventually(t, "the connection to be made anew", func() bool { return p.log.Reconnects() > before })
+	met := reads.cutOnce(func(up bool, b []byte) bool { return up && bytes.Contains(b, []byte("STREAM.MSG.GET.SESSIONS")) })
+	if r := p.must(t, to("s", note("b"))); r.FirstSeq != 1 || !met() {
+		t.Errorf("%+v, a look was lost: %t", r, met())
+	}
+	w.check(t, "s")
+}
+
 // startVia starts an appender whose connections go through proxies; nil: directly.
 func (w *world) startVia(t testing.TB, publishes, reads *line, cfg appender.Config, jc journal.Config) *process {
 	t.Helper()

@@ -60,6 +60,14 @@ const (
 func newAcks(conn *nats.Conn, timeout time.Duration) *acks {
 	a := &acks{conn: conn, prefix: conn.NewInbox() + ".", timeout: timeout}
 	a.out = NewOutbox(conn, func(m *nats.Msg, err error) { a.answer(m.Reply, answer{err: err}) })
+	// The client would keep a message until there is a connection again, to a server that has lost what the
+	// message is to follow, maybe: it is looked at first then.
+	a.out.ready = func() error {
+		if conn.IsConnected() {
+			return nil
+		}
+		return nats.ErrConnectionReconnecting
+	}
 	a.waiters.Store(new([]*waiter))
 	a.timer = time.AfterFunc(time.Hour, a.sweep)
 	a.timer.Stop()

@@ -15,6 +15,7 @@ import (
 type Outbox struct {
 	conn   *nats.Conn
 	failed func(*nats.Msg, error)
+	ready  func() error // its error fails what would be sent together; nil: all is sent
 
 	mu    sync.Mutex // guards all below
 	queue []*nats.Msg
@@ -47,8 +48,16 @@ func (o *Outbox) Publish(m *nats.Msg) {
 	all := o.queue
 	o.queue, o.spare = o.spare, nil
 	o.mu.Unlock()
+	var away error
+	if o.ready != nil {
+		away = o.ready()
+	}
 	for _, m := range all {
-		if err := o.conn.PublishMsg(m); err != nil {
+		err := away
+		if err == nil {
+			err = o.conn.PublishMsg(m)
+		}
+		if err != nil {
 			o.failed(m, err)
 		}
 	}

@@ -382,6 +382,20 @@ func TestPublishOverAPowerCutDoesNotFollowAnothersCommit(t *testing.T) {
 	}
 }
 
+// TestNothingWaitsInTheClientForAConnection: what it sends then comes before anybody looks whether the
+// log is still the same.
+func TestNothingWaitsInTheClientForAConnection(t *testing.T) {
+	t.Parallel()
+	s := journaltest.Start(t)
+	j := open(t, s, Config{})
+	s.Down()
+	conn := j.conns.Publish[0]
+	journaltest.Eventually(t, "the connection to be lost", func() bool { return !conn.IsConnected() })
+	if _, err := newAcks(conn, time.Minute).send(&nats.Msg{Subject: "sessions.0.s"}); !errors.Is(err, nats.ErrConnectionReconnecting) {
+		t.Errorf("got %v", err)
+	}
+}
+
 // TestPublishHasOneWinner: of many writers with the same expectation one wins, and each of the
 // others hears who it was.
 func TestPublishHasOneWinner(t *testing.T) {
