@@ -271,6 +271,7 @@ func (p *partition) badData(ctx context.Context, e *entry, cause error) {
 	}
 	if err := p.quarantine(ctx, e.session, streamSeq, cause); err != nil {
 		p.troubled(err)
+		p.lose(e) // it waits for no flush any more: what is bad is found again when the session is regained
 	}
 }
 

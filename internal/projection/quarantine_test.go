@@ -348,6 +348,28 @@ func TestQuarantineWaitsForTheBuckets(t *testing.T) {
 	}
 }
 
+// Bad data that is found at a flush while the records cannot be read is found again.
+func TestBadDataIsNotForgottenWhileTheBucketsAreAway(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	k := w.worker(projection.Config{})
+	k.wrote(sick, w.append(sick, user("0")))
+	var tries atomic.Int64
+	k.tap.set(func(op, bucket, _ string) error {
+		if bucket == projection.QuarantineBucket && tries.Add(1) == 1 {
+			return context.DeadlineExceeded
+		}
+		return nil
+	})
+	bad := w.store(sick, func(seq events.Seq) string {
+		return line("user/message", seq, `,"surfaceOp":"append"`, `{"role":"user"}`)
+	})
+	if q := k.record(); q.StreamSeq != bad || q.Rule != events.RuleMessageMalformed {
+		t.Errorf("the record is %+v", q)
+	}
+	k.until("the checkpoint", func() bool { return k.checkpoints[w.log.Partition(sick)] == bad })
+}
+
 // The record of a session whose own head write was under way is made once.
 func TestQuarantineIsToldOnce(t *testing.T) {
 	t.Parallel()
