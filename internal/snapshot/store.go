@@ -40,7 +40,7 @@ func Open(ctx context.Context, js jetstream.JetStream, replicas int) (*Store, er
 	if err != nil {
 		return nil, err
 	}
-	f := &follower{register: r}
+	f := &follower{register: r, born: time.Now()}
 	for {
 		_, err := f.look(ctx)
 		if err == nil {
