@@ -91,6 +91,13 @@ func (p *partition) goBack(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	// Before the sessions are listed: a log that is cut again behind that lacks this message.
+	last := witness{StreamSeq: end.State.LastSeq}
+	if last.StreamSeq > 0 {
+		if last.ID, err = p.w.log.CommitID(ctx, last.StreamSeq); err != nil {
+			return err
+		}
+	}
 	ids, err := p.w.log.SessionsOf(ctx, p.n)
 	if err != nil {
 		return err
@@ -113,7 +120,7 @@ func (p *partition) goBack(ctx context.Context) error {
 		p.lost[id] = lost{first: 1, since: time.Now(), suspect: true}
 	}
 	// Until all of them are regained, whoever starts must go back too.
-	p.marks, p.newest, p.stored = nil, witness{}, nil
+	p.marks, p.newest, p.stored = nil, last, nil
 	if err := p.storeCheckpoint(ctx, checkpointValue{V: 1, StreamSeq: end.State.LastSeq, Back: true}); err != nil {
 		p.takeCheckpoint(ctx)
 		return err

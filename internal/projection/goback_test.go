@@ -9,6 +9,12 @@ import (
 	"palimpsest/internal/projection"
 )
 
+// What the projector does while the log or a bucket loses its end.
+const (
+	stopped = "stopped"
+	running = "running"
+)
+
 // powerCut stops the server, and starts it again with the log as it was when the function was made.
 func (w *world) powerCut() (cut func()) {
 	w.t.Helper()
@@ -25,12 +31,12 @@ func (w *world) powerCut() (cut func()) {
 }
 
 // The log loses its end and grows beyond every checkpoint again before anybody looks: whether the
-// projector stood still or ran meanwhile, every head becomes that of the log as it is, also those
-// of sessions that nobody writes to any more.
+// projector stood still, ran or had just taken over meanwhile, every head becomes that of the log as
+// it is, also those of sessions that nobody writes to any more.
 func TestTheLogLostItsEndAndGrewAgain(t *testing.T) {
 	t.Parallel()
-	for _, running := range []bool{false, true} {
-		t.Run(fmt.Sprintf("running=%t", running), func(t *testing.T) {
+	for _, projector := range []string{stopped, running, "just started"} {
+		t.Run(projector, func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t)
 			ctx := journaltest.Context(t)
@@ -53,15 +59,19 @@ func TestTheLogLostItsEndAndGrewAgain(t *testing.T) {
 				}
 				return true
 			})
-			if !running {
+			if projector != running {
 				k.stop()
+			}
+			if projector == "just started" {
+				k = w.worker(projection.Config{})
+				journaltest.Eventually(t, "the new projector to read", func() bool { return caughtUp(k.Status(ctx)) })
 			}
 			cut()
 			// Half of the sessions grow, with other events, past what the checkpoints tell of.
 			for n := range 90 {
 				w.append(id(n%(sessions/2)), user(fmt.Sprint("other ", n)))
 			}
-			if !running {
+			if projector == stopped {
 				k = w.worker(projection.Config{})
 			}
 			w.headsAtTheEnd(sessions, id)
@@ -77,6 +87,34 @@ func TestTheLogLostItsEndAndGrewAgain(t *testing.T) {
 			}
 		})
 	}
+}
+
+// The log loses its end twice, and nothing is appended in between.
+func TestTheLogLostItsEndTwice(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	k := w.worker(projection.Config{})
+	const sessions = 4
+	id := func(i int) string { return fmt.Sprint("s", i) }
+	fill := func(n int) {
+		for i := range sessions {
+			k.wrote(id(i), w.fill(id(i), n, 100))
+		}
+	}
+	fill(2)
+	second := w.powerCut()
+	fill(3)
+	first := w.powerCut()
+	fill(5)
+	k.wrote("lost", w.append("lost", user("all of it")))
+	first()
+	w.headsAtTheEnd(sessions, id)
+	second()
+	for n := range 30 {
+		w.append(id(n%(sessions/2)), user(fmt.Sprint("other ", n)))
+	}
+	w.headsAtTheEnd(sessions, id)
+	w.verify()
 }
 
 // headsAtTheEnd waits until n sessions have heads of all that is in the log, and "lost" has none.

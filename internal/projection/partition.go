@@ -231,6 +231,9 @@ func (p *partition) readCheckpoint(ctx context.Context, end uint64) error {
 	}
 	p.read.Store(p.checkpoint)
 	p.checkpointed.Store(p.checkpoint)
+	if v.Witness != nil { // until there is something newer, this tells whether the log loses its end
+		p.newest = *v.Witness
+	}
 	return nil
 }
 
