@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -178,10 +179,12 @@ type commitError struct {
 func (e *commitError) Error() string { return e.err.Error() }
 func (e *commitError) Unwrap() error { return e.err }
 
-// trash is keys that no head refers to, to be deleted once nobody can be reading them.
+// trash is keys that a session's head no longer refers to, to be deleted once nobody can be reading
+// them.
 type trash struct {
-	due  time.Time
-	keys []string
+	due     time.Time
+	session string
+	keys    []string
 }
 
 func newPartition(w *Worker, b *Buckets, n int, stream jetstream.Stream, quarantined map[string]bool) *partition {
@@ -833,7 +836,9 @@ func (p *partition) flushWith(ctx context.Context, e *entry) {
 		p.badData(ctx, e, err)
 		return
 	}
-	f.Overwrite, e.mending = e.mending, false
+	if f.Overwrite, e.mending = e.mending, false; f.Overwrite {
+		p.spare(e.session)
+	}
 	e.writing, e.writingSince, e.writingFirst = true, e.since, e.first
 	p.writing[e] = true
 	p.owes(-e.bytes)
@@ -941,7 +946,7 @@ func (p *partition) publish(m *deltaMessage) {
 // tellWritten tells of a head that was written, and puts what it no longer refers to aside.
 func (p *partition) tellWritten(session string, seq events.Seq, keys []string) {
 	if len(keys) > 0 {
-		p.garbage = append(p.garbage, trash{time.Now().Add(p.w.cfg.Grace), keys})
+		p.garbage = append(p.garbage, trash{time.Now().Add(p.w.cfg.Grace), session, keys})
 	}
 	p.w.heads.written(session, seq)
 	if s := p.w.cfg.Signals.Flushed; s != nil {
@@ -1154,15 +1159,27 @@ func (p *partition) storeCheckpoint(ctx context.Context, v checkpointValue) erro
 	return err
 }
 
-// sweep deletes pages that no head has referred to for the grace time.
+// sweep deletes pages that no head has referred to for the grace time. The head is looked at first: a
+// power cut may have brought one back that does.
 func (p *partition) sweep(ctx context.Context, now time.Time) {
-	for len(p.garbage) > 0 && now.After(p.garbage[0].due) {
-		if err := p.b.Snapshots.Delete(ctx, p.garbage[0].keys); err != nil {
+	for len(p.garbage) > 0 && now.After(p.garbage[0].due) && p.holds() {
+		t := p.garbage[0]
+		keys, err := p.b.Snapshots.Unreferenced(ctx, t.session, t.keys)
+		if err == nil {
+			err = p.b.Snapshots.Delete(ctx, keys)
+		}
+		if err != nil {
 			p.troubled(err)
 			return
 		}
 		p.garbage = p.garbage[1:]
 	}
+}
+
+// spare forgets what was put aside of a session whose log was folded anew: its pages are numbered anew
+// with it, and are being written.
+func (p *partition) spare(session string) {
+	p.garbage = slices.DeleteFunc(p.garbage, func(t trash) bool { return t.session == session })
 }
 
 // drain flushes what was folded and writes the checkpoint.

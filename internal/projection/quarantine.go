@@ -189,7 +189,9 @@ func (p *partition) advance(ctx context.Context, session string, before uint64) 
 		case err != nil || f == nil:
 			return stopped, err
 		}
-		f.Overwrite = anew
+		if f.Overwrite = anew; anew {
+			p.spare(session)
+		}
 		_, err = p.write(ctx, f, rev)
 		if errors.Is(err, snapshot.ErrMoved) { // by a write of our own that was under way
 			continue
