@@ -723,6 +723,9 @@ func (p *partition) foldPages(ctx context.Context, snap *snapshot.Snapshot, c *e
 		if !errors.As(err, &pages) {
 			return err
 		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
 		if err := ready(); err != nil {
 			return err
 		}
