@@ -277,20 +277,30 @@ func (p *partition) badData(ctx context.Context, e *entry, cause error) {
 	}
 }
 
-// retry takes a session out of quarantine when its log can be folded to its end now.
+// retry takes a session out of quarantine when its log can be folded to its end now. A record of which
+// this partition does not know is that of an owner which should have been none any more.
 func (p *partition) retry(ctx context.Context, session string) error {
 	if !p.quarantined[session] {
-		return &events.Error{Code: events.CodeNotFound, Session: session, Detail: "the session is not in quarantine"}
+		if q, err := p.b.QuarantineOf(ctx, session); temporary(err) {
+			return err
+		} else if q == nil && err == nil {
+			return &events.Error{Code: events.CodeNotFound, Session: session, Detail: "the session is not in quarantine"}
+		}
 	}
 	stopped, err := p.advance(ctx, session, math.MaxUint64)
 	if err != nil {
 		return err
+	}
+	if e := p.sessions[session]; e != nil { // its head is behind what is stored now
+		p.lose(e)
 	}
 	if stopped != nil {
 		q, err := p.record(ctx, session, stopped.streamSeq, stopped, nil)
 		if err != nil {
 			return err
 		}
+		p.quarantined[session] = true
+		p.aside.Store(int64(len(p.quarantined)))
 		return &events.Error{Code: events.CodeQuarantined, Session: session, Seq: q.Seq, Rule: q.Rule, Detail: "still in quarantine: " + q.Detail}
 	}
 	if !p.holds() {
