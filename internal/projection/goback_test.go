@@ -7,6 +7,7 @@ import (
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal/journaltest"
 	"palimpsest/internal/projection"
+	"palimpsest/internal/snapshot"
 )
 
 // What the projector does while the log or a bucket loses its end.
@@ -115,6 +116,46 @@ func TestTheLogLostItsEndTwice(t *testing.T) {
 	}
 	w.headsAtTheEnd(sessions, id)
 	w.verify()
+}
+
+// The bucket of snapshots loses its end, and neither the log nor the checkpoint does: the heads are made
+// anew, whether or not anything is appended.
+func TestTheHeadsLostTheirEnd(t *testing.T) {
+	t.Parallel()
+	for _, projector := range []string{stopped, running} {
+		t.Run(projector, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			k := w.worker(projection.Config{})
+			const id = "s"
+			k.wrote(id, w.append(id, user("0")))
+			w.srv.Down()
+			restore := w.srv.SaveStream("KV_" + snapshot.Bucket)
+			w.srv.Up()
+			k.wrote("new", w.append("new", user("0")))
+			last := w.fill(id, 3, 40<<10)
+			k.wrote(id, last)
+			k.until("the checkpoint", func() bool { return k.checkpoints[w.log.Partition(id)] >= w.end() })
+			lose := func() {
+				t.Helper()
+				if projector == stopped {
+					k.stop()
+				}
+				w.srv.Down()
+				restore()
+				w.srv.Up()
+				if projector == stopped {
+					k = w.worker(projection.Config{})
+				}
+				journaltest.Eventually(t, "the heads to be back", func() bool { return w.headSeq(id) == last && w.headSeq("new") == 0 })
+				journaltest.Eventually(t, "the end of it", func() bool { return caughtUp(k.Status(journaltest.Context(t))) })
+			}
+			lose()
+			lose() // what was made anew, too
+			k.wrote(id, w.append(id, user("again")))
+			w.verify()
+		})
+	}
 }
 
 // headsAtTheEnd waits until n sessions have heads of all that is in the log, and "lost" has none.

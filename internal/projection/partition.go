@@ -58,12 +58,13 @@ type partition struct {
 	done        chan struct{} // closed when run has returned
 	holds       func() bool   // whether the partition's lease still lets it write
 
-	back   bool      // the log lost its end: goBack is due
-	unheld bool      // the stored checkpoint says that heads are still being compared
-	conn   uint64    // how often the connection was made anew when the log was last known to have newest
-	newest witness   // the message that was read last
-	marks  []witness // those before it that no checkpoint has yet
-	stored *witness  // of the stored checkpoint
+	back   bool           // the log lost its end: goBack is due
+	unheld bool           // the stored checkpoint says that heads are still being compared
+	conn   uint64         // how often the connection was made anew when the log was last known to have newest
+	newest witness        // the message that was read last
+	marks  []witness      // those before it that no checkpoint has yet
+	stored *witness       // of the stored checkpoint
+	head   *snapshot.Mark // the head that was written last; nil for none
 
 	checkpoint    uint64 // as stored
 	checkpointRev uint64
@@ -156,6 +157,7 @@ type result struct {
 	seq   events.Seq
 	news  *deltaMessage
 	trash []string
+	mark  *snapshot.Mark // of the head
 	err   error
 }
 
@@ -199,10 +201,11 @@ func newPartition(w *Worker, b *Buckets, n int, stream jetstream.Stream, quarant
 }
 
 type checkpointValue struct {
-	V         int      `json:"v"`
-	StreamSeq uint64   `json:"streamSeq"`
-	Witness   *witness `json:"witness,omitempty"` // a message that was read by then
-	Back      bool     `json:"back,omitempty"`    // heads are still being compared with a log that lost its end
+	V         int            `json:"v"`
+	StreamSeq uint64         `json:"streamSeq"`
+	Witness   *witness       `json:"witness,omitempty"` // a message that was read by then
+	Head      *snapshot.Mark `json:"head,omitempty"`    // the head that was written last
+	Back      bool           `json:"back,omitempty"`    // heads are still being compared with the log, since that or their bucket lost its end
 }
 
 func (p *partition) key() string { return p.b.checkpointKey(p.n) }
@@ -232,6 +235,13 @@ func (p *partition) readCheckpoint(ctx context.Context, end uint64) error {
 		p.back = true
 		return nil
 	}
+	if lost, err := p.b.Snapshots.Lost(ctx, v.Head); err != nil {
+		return err
+	} else if lost {
+		p.headsLost()
+		return nil
+	}
+	p.head = v.Head
 	p.read.Store(p.checkpoint)
 	p.checkpointed.Store(p.checkpoint)
 	if v.Witness != nil { // until there is something newer, this tells whether the log loses its end
@@ -853,7 +863,9 @@ func (p *partition) flushWith(ctx context.Context, e *entry) {
 	go func() {
 		defer p.w.running.Done()
 		r := result{e: e, seq: f.Seq, news: news, trash: f.Unreferenced}
-		r.rev, r.err = p.write(ctx, f, rev)
+		if r.rev, r.err = p.write(ctx, f, rev); r.err == nil {
+			r.mark = f.Mark(r.rev)
+		}
 		p.takeBack(ctx, e.session)
 		traced(r.err)
 		<-p.w.writes
@@ -916,6 +928,7 @@ func (p *partition) settle(r result) {
 	delete(p.writing, e)
 	e.writingSince, e.writingFirst = time.Time{}, 0
 	e.rev = r.rev
+	p.wroteHead(r.mark)
 	p.w.stats.Flushes.Add(1)
 	p.trouble.Store(nil)
 	switch {
@@ -1115,7 +1128,7 @@ func (p *partition) writeCheckpoint(ctx context.Context) {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
 	defer cancel()
-	if err := p.storeCheckpoint(ctx, checkpointValue{V: 1, StreamSeq: upTo, Witness: p.witnessFor(upTo)}); err != nil {
+	if err := p.storeCheckpoint(ctx, checkpointValue{V: 1, StreamSeq: upTo, Witness: p.witnessFor(upTo), Head: p.head}); err != nil {
 		// Another owner's, or no answer: take what is stored. It is never too far, since
 		// whoever wrote it had written the heads before.
 		p.troubled(fmt.Errorf("checkpoint: %w", err))

@@ -192,11 +192,12 @@ func (p *partition) advance(ctx context.Context, session string, before uint64) 
 		if f.Overwrite = anew; anew {
 			p.spare(session)
 		}
-		_, err = p.write(ctx, f, rev)
+		rev, err = p.write(ctx, f, rev)
 		if errors.Is(err, snapshot.ErrMoved) { // by a write of our own that was under way
 			continue
 		}
 		if err == nil {
+			p.wroteHead(f.Mark(rev))
 			p.tellWritten(session, f.Seq, f.Unreferenced)
 		}
 		return stopped, err

@@ -203,6 +203,9 @@ type Flush struct {
 	Unreferenced []string
 	// Overwrite writes pages even where some are: those of a damaged snapshot.
 	Overwrite bool
+
+	session string
+	chain   events.Digest
 }
 
 // Flush returns what must be written so that the bucket holds the present state, and takes
@@ -249,7 +252,7 @@ type span struct{ from, end int }
 
 // values are what is to be written. places gets where the messages of the tail are in the head.
 func (s *Snapshot) values(places *[]span) (*Flush, error) {
-	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped}
+	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped, session: s.ID, chain: s.Chain}
 	err := s.eachUnwritten(func(key string, value func(Messages) ([]byte, error)) error {
 		v, err := value(nil)
 		f.Pages = append(f.Pages, KV{key, v})

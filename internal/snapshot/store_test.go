@@ -183,6 +183,54 @@ func TestOrphanedPageOfALostLogIsWrittenOver(t *testing.T) {
 	expect(string(f.Pages[0].Value))
 }
 
+// A head is lost when the bucket ends before it or has something else in its place, and not when a newer
+// one followed on it.
+func TestAHeadThatTheBucketLost(t *testing.T) {
+	t.Parallel()
+	store, _, _ := open(t)
+	ctx := journaltest.Context(t)
+	b, _ := small(t)
+	first, second := flushed(t, b.commits[:1]), flushed(t, b.commits)
+	lost := func(m *snapshot.Mark) bool {
+		t.Helper()
+		got, err := store.Lost(ctx, m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return got
+	}
+	rev, err := store.Write(ctx, first, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	end, err := store.End(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, c := range map[string]struct {
+		mark *snapshot.Mark
+		want bool
+	}{
+		"nothing":                 {nil, false},
+		"the head":                {first.Mark(rev), false},
+		"the end":                 {end, false},
+		"beyond the end":          {first.Mark(rev + 1), true},
+		"an end beyond the end":   {&snapshot.Mark{Revision: end.Revision + 1}, true},
+		"another head":            {second.Mark(rev), true},
+		"that of another session": {&snapshot.Mark{Revision: rev, Session: "other", Chain: first.Mark(rev).Chain}, true},
+	} {
+		if got := lost(c.mark); got != c.want {
+			t.Errorf("%s: lost %t, want %t", what, got, c.want)
+		}
+	}
+	if _, err := store.Write(ctx, second, rev); err != nil {
+		t.Fatal(err)
+	}
+	if lost(first.Mark(rev)) {
+		t.Error("a head that another one followed on counts as lost")
+	}
+}
+
 // A reader under which the head moves on, and the pages go, starts over and serves the newer
 // snapshot, never a mixture.
 func TestReadersSeeNoTornSnapshot(t *testing.T) {
