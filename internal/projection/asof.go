@@ -94,7 +94,10 @@ func (r *Reader) At(ctx context.Context, session string, seq events.Seq) (*View,
 	if snap.Last() < seq {
 		err = r.log.ReadToEnd(ctx, session, snap.StreamSeq, func(c *events.Commit) error {
 			part := *c
-			part.Body, part.Last = bodyUpTo(c, seq)
+			var err error
+			if part.Body, part.Last, err = bodyUpTo(c, seq); err != nil {
+				return err
+			}
 			if err := known(ctx, r.log, func(v *events.Vocabulary) error { return snap.Fold(&part, v, nil) }); err != nil {
 				return err
 			}
@@ -113,16 +116,19 @@ func (r *Reader) At(ctx context.Context, session string, seq events.Seq) (*View,
 }
 
 // bodyUpTo is the body of a commit without the events behind a seq, and its last seq then.
-func bodyUpTo(c *events.Commit, seq events.Seq) ([]byte, events.Seq) {
+func bodyUpTo(c *events.Commit, seq events.Seq) ([]byte, events.Seq, error) {
 	if c.Last <= seq {
-		return c.Body, c.Last
+		return c.Body, c.Last, nil
 	}
 	n := 0
-	for range seq - c.First + 1 {
+	for at := c.First; at <= seq; at++ {
+		if n >= len(c.Body) { // around the appender, anything can be stored
+			return nil, 0, &events.Error{Code: events.CodeCorrupt, Session: c.Session, Seq: &at, Detail: fmt.Sprintf("log: the commit at stream sequence %d says that it has seqs %d to %d, and its body ends before seq %d", c.StreamSeq, c.First, c.Last, at)}
+		}
 		line, _ := events.CutLine(c.Body[n:])
-		n += len(line) + 1
+		n = min(n+len(line)+1, len(c.Body))
 	}
-	return c.Body[:n], seq
+	return c.Body[:n], seq, nil
 }
 
 // useful reports whether the surface as of a seq can be made from a snapshot, which may be nil.

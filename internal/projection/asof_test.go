@@ -203,3 +203,28 @@ func TestAtWhileTheHeadMoves(t *testing.T) {
 	}
 	w.at(r, "paged", 3, w.refold("paged", 3))
 }
+
+// A commit that claims more events than it has is an error, and no surface of what is not there.
+func TestAtBehindTheEndOfACommitsBody(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	w.append(sick, user("0"))
+	last, err := w.log.LeaderLast(ctx, sick)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wr := journaltest.NewWriter(sick, nil)
+	wr.Next, wr.Digest, wr.Chain = last.Last+1, last.Digest, last.Chain
+	c := wr.Lines("by-hand", good(1))
+	c.Last = 1000
+	if _, err := w.log.Publish(ctx, c, last.StreamSeq); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := w.reader.At(ctx, sick, 500); !errors.Is(err, &events.Error{Code: events.CodeCorrupt}) {
+		t.Errorf("at seq 500: %v", err)
+	}
+	if v, err := w.reader.At(ctx, sick, 0); err != nil || v.Surface.Len() != 1 {
+		t.Errorf("at seq 0: %v", err)
+	}
+}

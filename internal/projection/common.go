@@ -466,6 +466,9 @@ func (s *seat) next(into []journal.Delivery) (ds []journal.Delivery, upTo witnes
 // pass takes note that a partition has nothing up to a message of another one, when that is far from
 // what it read last: who starts behind it has less to look through.
 func (p *partition) pass(ctx context.Context, w witness, conn uint64) {
+	if ctx.Err() != nil { // what came before may not have been dealt with
+		return
+	}
 	if w.StreamSeq <= p.read.Load()+much {
 		return
 	}

@@ -85,7 +85,8 @@ type Fleet struct {
 
 	gate    chan struct{} // a token: held by the one refresh that runs
 	begun   atomic.Uint64 // refreshes that have begun
-	last    atomic.Int64  // Unix ns, when the last good refresh began
+	born    time.Time     // origin of clock
+	last    atomic.Int64  // by clock, when the last good refresh began; 0: there is none
 	visited atomic.Uint64 // messages read
 	// These belong to the refresh that runs.
 	generation snapshot.Generation
@@ -164,7 +165,7 @@ func NewFleet(r *Reader, cfg FleetConfig) *Fleet {
 	if cfg.Behind == 0 {
 		cfg.Behind = time.Minute
 	}
-	f := &Fleet{log: r.log, snaps: r.buckets.Snapshots, generation: r.buckets.generation(), every: cfg.Every, behind: cfg.Behind, gate: make(chan struct{}, 1), changed: make(chan struct{})}
+	f := &Fleet{log: r.log, snaps: r.buckets.Snapshots, generation: r.buckets.generation(), every: cfg.Every, behind: cfg.Behind, born: time.Now(), gate: make(chan struct{}, 1), changed: make(chan struct{})}
 	f.gate <- struct{}{}
 	f.byID = btree.NewBTreeGOptions(func(a, b *fleetRow) bool { return a.id < b.id }, btree.Options{NoLocks: true})
 	f.byRev = btree.NewBTreeGOptions(func(a, b *fleetRow) bool { return a.rev < b.rev || a.rev == b.rev && a.id < b.id }, btree.Options{NoLocks: true})
@@ -245,7 +246,10 @@ func (f *Fleet) Refresh(ctx context.Context) error {
 
 // refreshSince is Refresh for who is content with what was read within a duration.
 func (f *Fleet) refreshSince(ctx context.Context, d time.Duration) error {
-	fresh := func() bool { return time.Now().UnixNano()-f.last.Load() < int64(d) }
+	fresh := func() bool {
+		last := f.last.Load()
+		return last > 0 && f.clock()-last < int64(d)
+	}
 	if fresh() {
 		return nil
 	}
@@ -261,9 +265,12 @@ func (f *Fleet) refreshSince(ctx context.Context, d time.Duration) error {
 	return f.refresh(ctx)
 }
 
+// clock is ns above 0 that nobody sets back: the time of day may be.
+func (f *Fleet) clock() int64 { return max(1, int64(time.Since(f.born))) }
+
 // refresh is Refresh with the gate's token held.
 func (f *Fleet) refresh(ctx context.Context) error {
-	began := time.Now().UnixNano()
+	began := f.clock()
 	f.begun.Add(1)
 	f.follow(ctx) // first: the bucket of the generation that served before may be gone
 	if err := f.heal(ctx); err != nil {

@@ -13,6 +13,9 @@ import (
 // more, and who reads on behind a checkpoint misses what lies before it. So a partition remembers a
 // message that it has read, and looks whether the log still has it when it starts and whenever the
 // connection was made anew.
+//
+// The bucket of snapshots may lose its end, too, and the log and the checkpoint keep theirs: heads are
+// older then than the checkpoint says. So a head that was written is remembered in the same way.
 
 // witness is a message that was read.
 type witness struct {
@@ -76,8 +79,29 @@ func (p *partition) look(ctx context.Context, conn uint64) (follows bool, err er
 		p.back = true
 		return false, nil
 	}
+	lost, err := p.b.Snapshots.Lost(ctx, p.head)
+	if err != nil {
+		return false, err
+	}
+	if lost {
+		p.headsLost()
+		return false, nil
+	}
 	p.conn = conn
 	return true, nil
+}
+
+// headsLost has all heads compared with the log, since their bucket lost its end.
+func (p *partition) headsLost() {
+	p.w.cfg.Logger.Error("the bucket of snapshots lost its end; comparing all heads of the partition with the log", "partition", p.n)
+	p.back = true
+}
+
+// wroteHead remembers the newest head.
+func (p *partition) wroteHead(m *snapshot.Mark) {
+	if p.head == nil || p.head.Revision < m.Revision {
+		p.head = m
+	}
 }
 
 // goBack has every session of the partition held against the log as it is now, and reads on behind
@@ -91,7 +115,18 @@ func (p *partition) goBack(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	// Before the sessions are listed: a log that is cut again behind that lacks this message.
+	last := witness{StreamSeq: end.State.LastSeq}
+	if last.StreamSeq > 0 {
+		if last.ID, err = p.w.log.CommitID(ctx, last.StreamSeq); err != nil {
+			return err
+		}
+	}
 	ids, err := p.w.log.SessionsOf(ctx, p.n)
+	if err != nil {
+		return err
+	}
+	head, err := p.b.Snapshots.End(ctx)
 	if err != nil {
 		return err
 	}
@@ -113,7 +148,7 @@ func (p *partition) goBack(ctx context.Context) error {
 		p.lost[id] = lost{first: 1, since: time.Now(), suspect: true}
 	}
 	// Until all of them are regained, whoever starts must go back too.
-	p.marks, p.newest, p.stored = nil, witness{}, nil
+	p.marks, p.newest, p.stored, p.head = nil, last, nil, head
 	if err := p.storeCheckpoint(ctx, checkpointValue{V: 1, StreamSeq: end.State.LastSeq, Back: true}); err != nil {
 		p.takeCheckpoint(ctx)
 		return err

@@ -7,6 +7,13 @@ import (
 	"palimpsest/internal/events"
 	"palimpsest/internal/journal/journaltest"
 	"palimpsest/internal/projection"
+	"palimpsest/internal/snapshot"
+)
+
+// What the projector does while the log or a bucket loses its end.
+const (
+	stopped = "stopped"
+	running = "running"
 )
 
 // powerCut stops the server, and starts it again with the log as it was when the function was made.
@@ -25,12 +32,12 @@ func (w *world) powerCut() (cut func()) {
 }
 
 // The log loses its end and grows beyond every checkpoint again before anybody looks: whether the
-// projector stood still or ran meanwhile, every head becomes that of the log as it is, also those
-// of sessions that nobody writes to any more.
+// projector stood still, ran or had just taken over meanwhile, every head becomes that of the log as
+// it is, also those of sessions that nobody writes to any more.
 func TestTheLogLostItsEndAndGrewAgain(t *testing.T) {
 	t.Parallel()
-	for _, running := range []bool{false, true} {
-		t.Run(fmt.Sprintf("running=%t", running), func(t *testing.T) {
+	for _, projector := range []string{stopped, running, "just started"} {
+		t.Run(projector, func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t)
 			ctx := journaltest.Context(t)
@@ -53,15 +60,19 @@ func TestTheLogLostItsEndAndGrewAgain(t *testing.T) {
 				}
 				return true
 			})
-			if !running {
+			if projector != running {
 				k.stop()
+			}
+			if projector == "just started" {
+				k = w.worker(projection.Config{})
+				journaltest.Eventually(t, "the new projector to read", func() bool { return caughtUp(k.Status(ctx)) })
 			}
 			cut()
 			// Half of the sessions grow, with other events, past what the checkpoints tell of.
 			for n := range 90 {
 				w.append(id(n%(sessions/2)), user(fmt.Sprint("other ", n)))
 			}
-			if !running {
+			if projector == stopped {
 				k = w.worker(projection.Config{})
 			}
 			w.headsAtTheEnd(sessions, id)
@@ -75,6 +86,74 @@ func TestTheLogLostItsEndAndGrewAgain(t *testing.T) {
 					t.Errorf("partition %d: %s", p.Partition, p.Error)
 				}
 			}
+		})
+	}
+}
+
+// The log loses its end twice, and nothing is appended in between.
+func TestTheLogLostItsEndTwice(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	k := w.worker(projection.Config{})
+	const sessions = 4
+	id := func(i int) string { return fmt.Sprint("s", i) }
+	fill := func(n int) {
+		for i := range sessions {
+			k.wrote(id(i), w.fill(id(i), n, 100))
+		}
+	}
+	fill(2)
+	second := w.powerCut()
+	fill(3)
+	first := w.powerCut()
+	fill(5)
+	k.wrote("lost", w.append("lost", user("all of it")))
+	first()
+	w.headsAtTheEnd(sessions, id)
+	second()
+	for n := range 30 {
+		w.append(id(n%(sessions/2)), user(fmt.Sprint("other ", n)))
+	}
+	w.headsAtTheEnd(sessions, id)
+	w.verify()
+}
+
+// The bucket of snapshots loses its end, and neither the log nor the checkpoint does: the heads are made
+// anew, whether or not anything is appended.
+func TestTheHeadsLostTheirEnd(t *testing.T) {
+	t.Parallel()
+	for _, projector := range []string{stopped, running} {
+		t.Run(projector, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			k := w.worker(projection.Config{})
+			const id = "s"
+			k.wrote(id, w.append(id, user("0")))
+			w.srv.Down()
+			restore := w.srv.SaveStream("KV_" + snapshot.Bucket)
+			w.srv.Up()
+			k.wrote("new", w.append("new", user("0")))
+			last := w.fill(id, 3, 40<<10)
+			k.wrote(id, last)
+			k.until("the checkpoint", func() bool { return k.checkpoints[w.log.Partition(id)] >= w.end() })
+			lose := func() {
+				t.Helper()
+				if projector == stopped {
+					k.stop()
+				}
+				w.srv.Down()
+				restore()
+				w.srv.Up()
+				if projector == stopped {
+					k = w.worker(projection.Config{})
+				}
+				journaltest.Eventually(t, "the heads to be back", func() bool { return w.headSeq(id) == last && w.headSeq("new") == 0 })
+				journaltest.Eventually(t, "the end of it", func() bool { return caughtUp(k.Status(journaltest.Context(t))) })
+			}
+			lose()
+			lose() // what was made anew, too
+			k.wrote(id, w.append(id, user("again")))
+			w.verify()
 		})
 	}
 }

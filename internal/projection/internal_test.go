@@ -1,6 +1,7 @@
 package projection
 
 import (
+	"context"
 	"testing"
 	"time"
 )
@@ -24,6 +25,25 @@ func TestAWriteThatEndsBehindItsFoldIsNotWaitedFor(t *testing.T) {
 	<-told
 	if n := len(p.written); n != 1 {
 		t.Errorf("%d outcomes wait, want 1", n)
+	}
+}
+
+// What comes for a partition that stops is not dealt with, so it must not pass what others have: the
+// checkpoint would step over it.
+func TestAPartitionThatStopsPassesNothing(t *testing.T) {
+	t.Parallel()
+	ctx, stop := context.WithCancel(context.Background())
+	p := new(partition)
+	pass := func(streamSeq uint64) uint64 {
+		p.pass(ctx, witness{StreamSeq: streamSeq, ID: "c"}, 0)
+		return p.read.Load()
+	}
+	if got := pass(2 * much); got != 2*much {
+		t.Fatalf("read up to %d, want %d", got, 2*much)
+	}
+	stop()
+	if got := pass(4 * much); got != 2*much {
+		t.Errorf("read up to %d when stopped, want %d", got, 2*much)
 	}
 }
 

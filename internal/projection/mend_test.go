@@ -40,6 +40,7 @@ func TestDamageIsMendedFromTheLog(t *testing.T) {
 		"a head of another session":     func(w *world) { put(w, id, strings.Replace(get(w, id), `"session":"s"`, `"session":"x"`, 1)) },
 		"a head with a broken tail":     func(w *world) { put(w, id, strings.Replace(get(w, id), `"type":"user/message"`, `"type":"user"`, 1)) },
 		"a head with a node too few":    func(w *world) { put(w, id, strings.Replace(get(w, id), `"nodeCount":30`, `"nodeCount":31`, 1)) },
+		"a head with a page twice":      func(w *world) { put(w, id, strings.Replace(get(w, id), `{"n":1,`, `{"n":0,`, 1)) },
 		"no head":                       func(w *world) { purge(w, id) },
 		"an early page that is gone":    func(w *world) { purge(w, "s.1") },
 		"a late page that is gone":      func(w *world) { purge(w, "s.25") },

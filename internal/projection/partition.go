@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -57,12 +58,13 @@ type partition struct {
 	done        chan struct{} // closed when run has returned
 	holds       func() bool   // whether the partition's lease still lets it write
 
-	back   bool      // the log lost its end: goBack is due
-	unheld bool      // the stored checkpoint says that heads are still being compared
-	conn   uint64    // how often the connection was made anew when the log was last known to have newest
-	newest witness   // the message that was read last
-	marks  []witness // those before it that no checkpoint has yet
-	stored *witness  // of the stored checkpoint
+	back   bool           // the log lost its end: goBack is due
+	unheld bool           // the stored checkpoint says that heads are still being compared
+	conn   uint64         // how often the connection was made anew when the log was last known to have newest
+	newest witness        // the message that was read last
+	marks  []witness      // those before it that no checkpoint has yet
+	stored *witness       // of the stored checkpoint
+	head   *snapshot.Mark // the head that was written last; nil for none
 
 	checkpoint    uint64 // as stored
 	checkpointRev uint64
@@ -155,6 +157,7 @@ type result struct {
 	seq   events.Seq
 	news  *deltaMessage
 	trash []string
+	mark  *snapshot.Mark // of the head
 	err   error
 }
 
@@ -178,10 +181,12 @@ type commitError struct {
 func (e *commitError) Error() string { return e.err.Error() }
 func (e *commitError) Unwrap() error { return e.err }
 
-// trash is keys that no head refers to, to be deleted once nobody can be reading them.
+// trash is keys that a session's head no longer refers to, to be deleted once nobody can be reading
+// them.
 type trash struct {
-	due  time.Time
-	keys []string
+	due     time.Time
+	session string
+	keys    []string
 }
 
 func newPartition(w *Worker, b *Buckets, n int, stream jetstream.Stream, quarantined map[string]bool) *partition {
@@ -196,10 +201,11 @@ func newPartition(w *Worker, b *Buckets, n int, stream jetstream.Stream, quarant
 }
 
 type checkpointValue struct {
-	V         int      `json:"v"`
-	StreamSeq uint64   `json:"streamSeq"`
-	Witness   *witness `json:"witness,omitempty"` // a message that was read by then
-	Back      bool     `json:"back,omitempty"`    // heads are still being compared with a log that lost its end
+	V         int            `json:"v"`
+	StreamSeq uint64         `json:"streamSeq"`
+	Witness   *witness       `json:"witness,omitempty"` // a message that was read by then
+	Head      *snapshot.Mark `json:"head,omitempty"`    // the head that was written last
+	Back      bool           `json:"back,omitempty"`    // heads are still being compared with the log, since that or their bucket lost its end
 }
 
 func (p *partition) key() string { return p.b.checkpointKey(p.n) }
@@ -229,8 +235,18 @@ func (p *partition) readCheckpoint(ctx context.Context, end uint64) error {
 		p.back = true
 		return nil
 	}
+	if lost, err := p.b.Snapshots.Lost(ctx, v.Head); err != nil {
+		return err
+	} else if lost {
+		p.headsLost()
+		return nil
+	}
+	p.head = v.Head
 	p.read.Store(p.checkpoint)
 	p.checkpointed.Store(p.checkpoint)
+	if v.Witness != nil { // until there is something newer, this tells whether the log loses its end
+		p.newest = *v.Witness
+	}
 	return nil
 }
 
@@ -717,6 +733,9 @@ func (p *partition) foldPages(ctx context.Context, snap *snapshot.Snapshot, c *e
 		if !errors.As(err, &pages) {
 			return err
 		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
 		if err := ready(); err != nil {
 			return err
 		}
@@ -830,7 +849,9 @@ func (p *partition) flushWith(ctx context.Context, e *entry) {
 		p.badData(ctx, e, err)
 		return
 	}
-	f.Overwrite, e.mending = e.mending, false
+	if f.Overwrite, e.mending = e.mending, false; f.Overwrite {
+		p.spare(e.session)
+	}
 	e.writing, e.writingSince, e.writingFirst = true, e.since, e.first
 	p.writing[e] = true
 	p.owes(-e.bytes)
@@ -842,7 +863,9 @@ func (p *partition) flushWith(ctx context.Context, e *entry) {
 	go func() {
 		defer p.w.running.Done()
 		r := result{e: e, seq: f.Seq, news: news, trash: f.Unreferenced}
-		r.rev, r.err = p.write(ctx, f, rev)
+		if r.rev, r.err = p.write(ctx, f, rev); r.err == nil {
+			r.mark = f.Mark(r.rev)
+		}
 		p.takeBack(ctx, e.session)
 		traced(r.err)
 		<-p.w.writes
@@ -905,6 +928,7 @@ func (p *partition) settle(r result) {
 	delete(p.writing, e)
 	e.writingSince, e.writingFirst = time.Time{}, 0
 	e.rev = r.rev
+	p.wroteHead(r.mark)
 	p.w.stats.Flushes.Add(1)
 	p.trouble.Store(nil)
 	switch {
@@ -938,7 +962,7 @@ func (p *partition) publish(m *deltaMessage) {
 // tellWritten tells of a head that was written, and puts what it no longer refers to aside.
 func (p *partition) tellWritten(session string, seq events.Seq, keys []string) {
 	if len(keys) > 0 {
-		p.garbage = append(p.garbage, trash{time.Now().Add(p.w.cfg.Grace), keys})
+		p.garbage = append(p.garbage, trash{time.Now().Add(p.w.cfg.Grace), session, keys})
 	}
 	p.w.heads.written(session, seq)
 	if s := p.w.cfg.Signals.Flushed; s != nil {
@@ -1104,7 +1128,7 @@ func (p *partition) writeCheckpoint(ctx context.Context) {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
 	defer cancel()
-	if err := p.storeCheckpoint(ctx, checkpointValue{V: 1, StreamSeq: upTo, Witness: p.witnessFor(upTo)}); err != nil {
+	if err := p.storeCheckpoint(ctx, checkpointValue{V: 1, StreamSeq: upTo, Witness: p.witnessFor(upTo), Head: p.head}); err != nil {
 		// Another owner's, or no answer: take what is stored. It is never too far, since
 		// whoever wrote it had written the heads before.
 		p.troubled(fmt.Errorf("checkpoint: %w", err))
@@ -1151,15 +1175,27 @@ func (p *partition) storeCheckpoint(ctx context.Context, v checkpointValue) erro
 	return err
 }
 
-// sweep deletes pages that no head has referred to for the grace time.
+// sweep deletes pages that no head has referred to for the grace time. The head is looked at first: a
+// power cut may have brought one back that does.
 func (p *partition) sweep(ctx context.Context, now time.Time) {
-	for len(p.garbage) > 0 && now.After(p.garbage[0].due) {
-		if err := p.b.Snapshots.Delete(ctx, p.garbage[0].keys); err != nil {
+	for len(p.garbage) > 0 && now.After(p.garbage[0].due) && p.holds() {
+		t := p.garbage[0]
+		keys, err := p.b.Snapshots.Unreferenced(ctx, t.session, t.keys)
+		if err == nil {
+			err = p.b.Snapshots.Delete(ctx, keys)
+		}
+		if err != nil {
 			p.troubled(err)
 			return
 		}
 		p.garbage = p.garbage[1:]
 	}
+}
+
+// spare forgets what was put aside of a session whose log was folded anew: its pages are numbered anew
+// with it, and are being written.
+func (p *partition) spare(session string) {
+	p.garbage = slices.DeleteFunc(p.garbage, func(t trash) bool { return t.session == session })
 }
 
 // drain flushes what was folded and writes the checkpoint.

@@ -189,12 +189,15 @@ func (p *partition) advance(ctx context.Context, session string, before uint64) 
 		case err != nil || f == nil:
 			return stopped, err
 		}
-		f.Overwrite = anew
-		_, err = p.write(ctx, f, rev)
+		if f.Overwrite = anew; anew {
+			p.spare(session)
+		}
+		rev, err = p.write(ctx, f, rev)
 		if errors.Is(err, snapshot.ErrMoved) { // by a write of our own that was under way
 			continue
 		}
 		if err == nil {
+			p.wroteHead(f.Mark(rev))
 			p.tellWritten(session, f.Seq, f.Unreferenced)
 		}
 		return stopped, err
@@ -271,23 +274,34 @@ func (p *partition) badData(ctx context.Context, e *entry, cause error) {
 	}
 	if err := p.quarantine(ctx, e.session, streamSeq, cause); err != nil {
 		p.troubled(err)
+		p.lose(e) // it waits for no flush any more: what is bad is found again when the session is regained
 	}
 }
 
-// retry takes a session out of quarantine when its log can be folded to its end now.
+// retry takes a session out of quarantine when its log can be folded to its end now. A record of which
+// this partition does not know is that of an owner which should have been none any more.
 func (p *partition) retry(ctx context.Context, session string) error {
 	if !p.quarantined[session] {
-		return &events.Error{Code: events.CodeNotFound, Session: session, Detail: "the session is not in quarantine"}
+		if q, err := p.b.QuarantineOf(ctx, session); temporary(err) {
+			return err
+		} else if q == nil && err == nil {
+			return &events.Error{Code: events.CodeNotFound, Session: session, Detail: "the session is not in quarantine"}
+		}
 	}
 	stopped, err := p.advance(ctx, session, math.MaxUint64)
 	if err != nil {
 		return err
+	}
+	if e := p.sessions[session]; e != nil { // its head is behind what is stored now
+		p.lose(e)
 	}
 	if stopped != nil {
 		q, err := p.record(ctx, session, stopped.streamSeq, stopped, nil)
 		if err != nil {
 			return err
 		}
+		p.quarantined[session] = true
+		p.aside.Store(int64(len(p.quarantined)))
 		return &events.Error{Code: events.CodeQuarantined, Session: session, Seq: q.Seq, Rule: q.Rule, Detail: "still in quarantine: " + q.Detail}
 	}
 	if !p.holds() {

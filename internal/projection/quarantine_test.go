@@ -312,6 +312,32 @@ func TestRetry(t *testing.T) {
 	}
 }
 
+// A record that the partition's owner knows nothing of, put by one before it that was late, can be
+// cleared, and the session goes on.
+func TestRetryClearsARecordOfAnOwnerBefore(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx := journaltest.Context(t)
+	k := w.worker(projection.Config{})
+	k.wrote(sick, w.append(sick, user("0")))
+	for _, record := range []string{`{"session":"sick","code":"log-corrupt","detail":"late","streamSeq":1,"time":1}`, "{"} {
+		if _, err := w.buckets.Quarantine.Put(ctx, sick, []byte(record)); err != nil {
+			t.Fatal(err)
+		}
+		if err := k.Retry(ctx, sick); err != nil {
+			t.Errorf("Retry: %v", err)
+		}
+		if q := w.getRecord(sick); q != nil {
+			t.Errorf("the record is %+v", q)
+		}
+		k.wrote(sick, w.append(sick, user("more")))
+	}
+	if n := k.Stats().Moved.Load(); n != 0 {
+		t.Errorf("%d heads were another owner's", n)
+	}
+	w.verify()
+}
+
 // While its session's head or record cannot be written, a bad commit holds its partition up
 // rather than getting lost.
 func TestQuarantineWaitsForTheBuckets(t *testing.T) {
@@ -346,6 +372,28 @@ func TestQuarantineWaitsForTheBuckets(t *testing.T) {
 	if cp := w.checkpoint(sick); cp != bad {
 		t.Errorf("the checkpoint is %d, want %d", cp, bad)
 	}
+}
+
+// Bad data that is found at a flush while the records cannot be read is found again.
+func TestBadDataIsNotForgottenWhileTheBucketsAreAway(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	k := w.worker(projection.Config{})
+	k.wrote(sick, w.append(sick, user("0")))
+	var tries atomic.Int64
+	k.tap.set(func(op, bucket, _ string) error {
+		if bucket == projection.QuarantineBucket && tries.Add(1) == 1 {
+			return context.DeadlineExceeded
+		}
+		return nil
+	})
+	bad := w.store(sick, func(seq events.Seq) string {
+		return line("user/message", seq, `,"surfaceOp":"append"`, `{"role":"user"}`)
+	})
+	if q := k.record(); q.StreamSeq != bad || q.Rule != events.RuleMessageMalformed {
+		t.Errorf("the record is %+v", q)
+	}
+	k.until("the checkpoint", func() bool { return k.checkpoints[w.log.Partition(sick)] == bad })
 }
 
 // The record of a session whose own head write was under way is made once.

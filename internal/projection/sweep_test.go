@@ -96,3 +96,31 @@ func TestSweepRemovesPagesThatAStopLeftAndNoOthers(t *testing.T) {
 	k.wrote(id, w.append(id, user(strings.Repeat("y", 70<<10))))
 	w.verify()
 }
+
+// Pages that were put aside before the log lost its end are those of the head again.
+func TestPagesThatAPowerCutBringsBackStay(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	const id = "s"
+	const grace = time.Second
+	k := w.worker(projection.Config{Grace: grace})
+	last := w.fill(id, 40, 8<<10)
+	k.wrote(id, last)
+	cut := w.powerCut()
+	k.wrote(id, w.append(id, replace([]events.Seq{0, 1, 2, 3}, "summary")))
+	aside := time.Now()
+	cut()
+	journaltest.Eventually(t, "the head to be back", func() bool { return w.headSeq(id) == last })
+	journaltest.Eventually(t, "the grace time to be over", func() bool { return time.Since(aside) > grace })
+	// What is put aside later is deleted later.
+	k.wrote(w.neighbour(id), w.fill(w.neighbour(id), 3, 40<<10))
+	k.wrote(w.neighbour(id), w.append(w.neighbour(id), replace([]events.Seq{0, 1}, "summary")))
+	journaltest.Eventually(t, "the neighbour's page to be deleted", func() bool {
+		return !slices.Contains(w.pages(w.neighbour(id)), w.neighbour(id)+".0")
+	})
+	w.buckets.Snapshots.CachePages(0)
+	if _, err := w.reader.View(journaltest.Context(t), id, projection.Want{MinSeq: events.NoSeq}); err != nil {
+		t.Errorf("behind the grace time: %v", err)
+	}
+	w.verify()
+}

@@ -223,7 +223,8 @@ func (r *register) bind(ctx context.Context, g Generation, create bool) (*Store,
 type follower struct {
 	register *register
 	looking  sync.Mutex
-	looked   atomic.Int64 // Unix ns
+	born     time.Time    // origin of looked
+	looked   atomic.Int64 // ns behind born, since the time of day may be set back; 0: it did not look yet
 	missing  time.Time    // since when the bucket that serves is not there; guarded by looking
 	now      atomic.Pointer[Store]
 	before   atomic.Pointer[before]
@@ -263,7 +264,10 @@ func (s *Store) newest(ctx context.Context, session string) (*Store, error) {
 // current returns the generation that serves, known for lookEvery at most. While the register
 // does not answer, what was known last serves on.
 func (f *follower) current(ctx context.Context) *Store {
-	known := func() bool { return time.Now().UnixNano()-f.looked.Load() < int64(lookEvery) }
+	known := func() bool {
+		looked := f.looked.Load()
+		return looked > 0 && int64(time.Since(f.born))-looked < int64(lookEvery)
+	}
 	if known() {
 		return f.now.Load()
 	}
@@ -280,7 +284,7 @@ func (f *follower) current(ctx context.Context) *Store {
 
 // look reads the register and binds to the generation that serves. The caller holds looking.
 func (f *follower) look(ctx context.Context) (*Generations, error) {
-	defer func() { f.looked.Store(time.Now().UnixNano()) }()
+	defer func() { f.looked.Store(max(1, int64(time.Since(f.born)))) }()
 	g, err := f.register.read(ctx)
 	if err != nil {
 		return nil, err

@@ -46,7 +46,7 @@ type Head struct {
 	NodeCount         int                `json:"nodeCount"`
 	HeadType          string             `json:"headType,omitempty"`
 	Index             []int64            `json:"index"` // numbers of the sealed index pages, in order
-	Pages             []PageEntry        `json:"pages"` // the open index
+	Pages             Entries            `json:"pages"` // the open index
 	Tail              []PageNode         `json:"tail"`  // the newest nodes
 	NextPage          int64              `json:"nextPage"`
 	Lifecycle         lifecycle.Snapshot `json:"lifecycle"`
@@ -65,8 +65,29 @@ type PageEntry struct {
 
 // IndexPage is an index page as the bucket holds it.
 type IndexPage struct {
-	V     int         `json:"v"`
-	Pages []PageEntry `json:"pages"`
+	V     int     `json:"v"`
+	Pages Entries `json:"pages"`
+}
+
+// Entries are the pages of an open index or of an index page: IndexEntries at most.
+type Entries []PageEntry
+
+// UnmarshalJSON refuses more entries before it reads any: runs are short however many seqs they stand for.
+func (es *Entries) UnmarshalJSON(b []byte) error {
+	var items []json.RawMessage
+	if err := json.Unmarshal(b, &items); err != nil {
+		return err
+	}
+	if len(items) > IndexEntries {
+		return fmt.Errorf("pages: expected up to %d entries, found %d", IndexEntries, len(items))
+	}
+	*es = make(Entries, len(items))
+	for i, it := range items {
+		if err := json.Unmarshal(it, &(*es)[i]); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Page is a page as the bucket holds it.
@@ -139,6 +160,7 @@ func (r *Runs) UnmarshalJSON(b []byte) error {
 	if err := json.Unmarshal(b, &items); err != nil {
 		return err
 	}
+	*r = (*r)[:0]
 	for _, it := range items {
 		if len(it) > 0 && it[0] == '[' {
 			var ab []events.Seq
@@ -148,6 +170,9 @@ func (r *Runs) UnmarshalJSON(b []byte) error {
 			// An event's data has a byte at least, so no page holds more than PageTarget nodes.
 			if len(ab) != 2 || ab[0] < 0 || ab[1] < ab[0] || ab[1]-ab[0] >= PageTarget {
 				return fmt.Errorf("run %s: expected [first,last]", it)
+			}
+			if len(*r)+int(ab[1]-ab[0]) >= PageTarget {
+				return fmt.Errorf("run %s: expected up to %d seqs of a page, found more", it, PageTarget)
 			}
 			for s := ab[0]; s <= ab[1]; s++ {
 				*r = append(*r, s)
@@ -178,6 +203,9 @@ type Flush struct {
 	Unreferenced []string
 	// Overwrite writes pages even where some are: those of a damaged snapshot.
 	Overwrite bool
+
+	session string
+	chain   events.Digest
 }
 
 // Flush returns what must be written so that the bucket holds the present state, and takes
@@ -224,7 +252,7 @@ type span struct{ from, end int }
 
 // values are what is to be written. places gets where the messages of the tail are in the head.
 func (s *Snapshot) values(places *[]span) (*Flush, error) {
-	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped}
+	f := &Flush{Seq: s.Last(), Unreferenced: s.dropped, session: s.ID, chain: s.Chain}
 	err := s.eachUnwritten(func(key string, value func(Messages) ([]byte, error)) error {
 		v, err := value(nil)
 		f.Pages = append(f.Pages, KV{key, v})
@@ -466,6 +494,7 @@ func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) 
 		return nil, bad("%d index pages for %d numbers", len(index), len(h.Index))
 	}
 	nodes := make([]surface.Node, 0, len(h.Tail))
+	numbers := map[int64]bool{}
 	take := func(entries []PageEntry) (pages []page, count int, err error) {
 		for _, e := range entries {
 			switch {
@@ -475,7 +504,12 @@ func Restore(h *Head, index []*IndexPage, keep surface.Keep) (*Snapshot, error) 
 				return nil, 0, bad("page %d: expected a number below nextPage, %d", e.N, h.NextPage)
 			case e.Bytes < 0:
 				return nil, 0, bad("page %d: bytes: expected a size, found %d", e.N, e.Bytes)
+			case numbers[e.N]: // only the first of them would ever be filled
+				return nil, 0, bad("page %d: expected each number once, found it again", e.N)
+			case e.Count > h.NodeCount-len(nodes):
+				return nil, 0, bad("nodeCount %d, but more nodes in index and tail", h.NodeCount)
 			}
+			numbers[e.N] = true
 			runs := 0
 			for i, seq := range e.Seqs {
 				if i == 0 || seq != e.Seqs[i-1]+1 {

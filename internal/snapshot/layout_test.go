@@ -149,6 +149,7 @@ func TestRunsThatNobodyWroteAreRefused(t *testing.T) {
 	for _, bad := range []string{
 		`{}`, `["1"]`, `[null,[2,1]]`, `[[1]]`, `[[1,2,3]]`, `[[]]`, `[[-2,-1]]`, `[1.5]`, `[[0,1e30]]`,
 		`[[0,100000000]]`, `[[-9223372036854775808,9223372036854775807]]`, `[[0,65536]]`,
+		`[[0,40000],[40001,80000]]`,
 	} {
 		var r snapshot.Runs
 		if err := json.Unmarshal([]byte(bad), &r); err == nil {
@@ -243,6 +244,7 @@ func TestDamageIsTold(t *testing.T) {
 		{"pages.0.seqs", "[[4,8000000000]]", "expected [first,last]"},
 		{"pages.0.seqs.1", "99", "expected a seq from 0 to the head's"},
 		{"pages.0.bytes", "-1", "bytes"},
+		{"pages.1.n", "0", "each number once"},
 		{"tail.0.type", `"turn/start"`, "type"},
 		{"tail.0.type", "", "type"},
 		{"tail.0.fp", "", "fp"},
@@ -287,6 +289,28 @@ func TestDamageIsTold(t *testing.T) {
 	}
 	if err := kv.load(t).Fill(77, nil); !errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}) {
 		t.Errorf("a page of no index: %v", err)
+	}
+}
+
+// A short text may claim so many seqs that memory would not hold them.
+func TestMorePagesThanAnIndexHasAreRefused(t *testing.T) {
+	t.Parallel()
+	_, kv := small(t)
+	for _, space := range []string{"", " "} { // in the form in which it is written, and in another
+		pages := func(n int) []byte {
+			entry := space + fmt.Sprintf(`{"n":0,"count":%d,"seqs":[[0,%d]],"bytes":1}`, snapshot.PageTarget, snapshot.PageTarget-1)
+			return []byte("[" + strings.Join(slices.Repeat([]string{entry}, n), ",") + "]")
+		}
+		head := kv[snapshot.HeadKey(sessionID)]
+		from, to := bytes.Index(head, []byte(`"pages":[`))+len(`"pages":`), bytes.Index(head, []byte(`,"tail":`))
+		head = slices.Concat(head[:from], pages(snapshot.IndexEntries+1), head[to:])
+		if _, err := snapshot.ParseHead(head, sessionID); !errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}) || !strings.Contains(err.Error(), "found 257") {
+			t.Errorf("a head: %v", err)
+		}
+		index := slices.Concat([]byte(`{"v":1,"pages":`), pages(snapshot.IndexEntries+1), []byte("}"))
+		if _, err := snapshot.ParseIndexPage(index, "s.i1"); !errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}) || !strings.Contains(err.Error(), "found 257") {
+			t.Errorf("an index page: %v", err)
+		}
 	}
 }
 

@@ -224,7 +224,7 @@ func (p *valueReader) entries(s string) []PageEntry {
 	out := []PageEntry{}
 	p.list(s, func() {
 		e := PageEntry{N: p.integer(`{"n":`), Count: int(p.integer(`,"count":`))}
-		if e.Count < 0 || e.Count > PageTarget {
+		if e.Count < 0 || e.Count > PageTarget || len(out) == IndexEntries {
 			p.bad = true
 			return
 		}
@@ -236,7 +236,7 @@ func (p *valueReader) entries(s string) []PageEntry {
 			}
 			from := p.integer("")
 			to := p.integer(",")
-			if p.must("]"); p.bad || from < 0 || to < from || to-from >= PageTarget {
+			if p.must("]"); p.bad || from < 0 || to < from || to-from >= int64(e.Count-len(e.Seqs)) {
 				p.bad = true
 				return
 			}

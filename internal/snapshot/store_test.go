@@ -130,6 +130,107 @@ func TestOnlyTheNewestOwnerWrites(t *testing.T) {
 	}
 }
 
+// A page that no head got to refer to before a power cut took its log away has the number of another
+// page now.
+func TestOrphanedPageOfALostLogIsWrittenOver(t *testing.T) {
+	t.Parallel()
+	store, _, _ := open(t)
+	ctx := journaltest.Context(t)
+	b, _ := small(t)
+	all := len(b.commits)
+	early := flushed(t, b.commits[:all-2]) // has no page yet
+	f := flushed(t, b.commits)
+	if len(early.Pages) > 0 || len(f.Pages) == 0 {
+		t.Fatalf("%d and %d pages", len(early.Pages), len(f.Pages))
+	}
+	key := f.Pages[0].Key
+	lose := func() {
+		t.Helper()
+		if _, err := store.KV().Put(ctx, key, []byte(`{"v":1,"nodes":[]}`)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	expect := func(want string) {
+		t.Helper()
+		if e, err := store.KV().Get(ctx, key); err != nil || string(e.Value()) != want {
+			t.Errorf("the page is %.100s, %v; want %.100s", e.Value(), err, want)
+		}
+	}
+	lose()
+	rev, err := store.Write(ctx, early, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := store.Write(ctx, f, rev+1); !errors.Is(err, snapshot.ErrMoved) {
+		t.Errorf("a writer that does not know the head: %v", err)
+	}
+	expect(`{"v":1,"nodes":[]}`)
+	if rev, err = store.Write(ctx, f, rev); err != nil {
+		t.Fatal(err)
+	}
+	expect(string(f.Pages[0].Value))
+	if _, _, err := store.Full(ctx, sessionID); err != nil {
+		t.Error(err)
+	}
+	// The same without a head.
+	if err := store.Remove(ctx, sessionID, rev); err != nil {
+		t.Fatal(err)
+	}
+	lose()
+	if _, err := store.Write(ctx, f, 0); err != nil {
+		t.Fatal(err)
+	}
+	expect(string(f.Pages[0].Value))
+}
+
+// A head is lost when the bucket ends before it or has something else in its place, and not when a newer
+// one followed on it.
+func TestAHeadThatTheBucketLost(t *testing.T) {
+	t.Parallel()
+	store, _, _ := open(t)
+	ctx := journaltest.Context(t)
+	b, _ := small(t)
+	first, second := flushed(t, b.commits[:1]), flushed(t, b.commits)
+	lost := func(m *snapshot.Mark) bool {
+		t.Helper()
+		got, err := store.Lost(ctx, m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return got
+	}
+	rev, err := store.Write(ctx, first, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	end, err := store.End(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, c := range map[string]struct {
+		mark *snapshot.Mark
+		want bool
+	}{
+		"nothing":                 {nil, false},
+		"the head":                {first.Mark(rev), false},
+		"the end":                 {end, false},
+		"beyond the end":          {first.Mark(rev + 1), true},
+		"an end beyond the end":   {&snapshot.Mark{Revision: end.Revision + 1}, true},
+		"another head":            {second.Mark(rev), true},
+		"that of another session": {&snapshot.Mark{Revision: rev, Session: "other", Chain: first.Mark(rev).Chain}, true},
+	} {
+		if got := lost(c.mark); got != c.want {
+			t.Errorf("%s: lost %t, want %t", what, got, c.want)
+		}
+	}
+	if _, err := store.Write(ctx, second, rev); err != nil {
+		t.Fatal(err)
+	}
+	if lost(first.Mark(rev)) {
+		t.Error("a head that another one followed on counts as lost")
+	}
+}
+
 // A reader under which the head moves on, and the pages go, starts over and serves the newer
 // snapshot, never a mixture.
 func TestReadersSeeNoTornSnapshot(t *testing.T) {

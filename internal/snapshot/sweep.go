@@ -208,6 +208,20 @@ func (s *Store) keys(ctx context.Context, filter string, f func(jetstream.KeyVal
 	}
 }
 
+// Unreferenced returns those of some keys of pages that the session's head does not refer to. Of a head
+// that is damaged or not there nobody knows.
+func (s *Store) Unreferenced(ctx context.Context, session string, keys []string) ([]string, error) {
+	s = s.Pin(ctx)
+	r, err := s.referred(ctx, events.Token(session))
+	switch {
+	case errors.Is(err, &events.Error{Code: events.CodeSnapshotDamaged}), errors.Is(err, errNoValue):
+		return nil, nil
+	case err != nil:
+		return nil, err
+	}
+	return slices.DeleteFunc(slices.Clone(keys), func(k string) bool { return r.keys[k] }), nil
+}
+
 // references are the pages that a head knows.
 type references struct {
 	keys map[string]bool
