@@ -1131,9 +1131,11 @@ func (p *partition) writeCheckpoint(ctx context.Context) {
 	if err := p.storeCheckpoint(ctx, checkpointValue{V: 1, StreamSeq: upTo, Witness: p.witnessFor(upTo), Head: p.head}); err != nil {
 		// Another owner's, or no answer: take what is stored. It is never too far, since
 		// whoever wrote it had written the heads before.
-		p.troubled(fmt.Errorf("checkpoint: %w", err))
 		if journal.WrongRevision(err) {
 			p.w.stats.Stale.Add(1)
+			p.w.cfg.Logger.Info("projection: another owner wrote the checkpoint; going on from that", "partition", p.n)
+		} else {
+			p.troubled(fmt.Errorf("checkpoint: %w", err))
 		}
 		if p.takeCheckpoint(ctx); !p.unheld {
 			p.checkpointed.Store(p.checkpoint)
