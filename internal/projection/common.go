@@ -437,8 +437,8 @@ func (s *seat) leave() {
 }
 
 // next takes the messages that follow, a few at the most, into the space of those that were dealt with.
-// Without any, upTo is a message of whatever partition up to which there are none, known to be in the
-// log when the connection had been made anew conn times. over says that no more will come.
+// Without any, and when it is over, upTo is a message of whatever partition up to which no others are,
+// known to be in the log when the connection had been made anew conn times. over says that no more will come.
 func (s *seat) next(into []journal.Delivery) (ds []journal.Delivery, upTo witness, conn uint64, over bool) {
 	c := s.c
 	c.mu.Lock()
@@ -457,7 +457,7 @@ func (s *seat) next(into []journal.Delivery) (ds []journal.Delivery, upTo witnes
 	} else {
 		over = c.over
 	}
-	if n == 0 {
+	if n == 0 || over {
 		upTo = c.last
 	}
 	return ds, upTo, c.conn, over
@@ -529,7 +529,7 @@ func (p *partition) takeSome(ctx context.Context, at *seat, taken []journal.Deli
 	for _, d := range taken {
 		p.deliver(ctx, d)
 	}
-	if len(taken) == 0 {
+	if len(taken) == 0 || over {
 		p.pass(ctx, upTo, conn)
 	}
 	return taken, over && ctx.Err() == nil
