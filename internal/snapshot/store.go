@@ -1,13 +1,9 @@
 package snapshot
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -258,14 +254,8 @@ func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error)
 			}
 			continue
 		}
-		_, err := s.kv.Create(ctx, p.Key, p.Value)
-		if errors.Is(err, jetstream.ErrKeyExists) {
-			err = s.replaceOrphan(ctx, f, p, rev)
-		}
-		switch {
-		case errors.Is(err, ErrMoved):
-			return 0, err
-		case err != nil:
+		// A page that is there already is the same page: the cuts follow from the log.
+		if _, err := s.kv.Create(ctx, p.Key, p.Value); err != nil && !errors.Is(err, jetstream.ErrKeyExists) {
 			return 0, unavailable(err)
 		}
 	}
@@ -283,43 +273,6 @@ func (s *Store) Write(ctx context.Context, f *Flush, rev uint64) (uint64, error)
 		return 0, ErrMoved
 	}
 	return 0, unavailable(err)
-}
-
-// replaceOrphan deals with a page of a flush that is there already. It is the same page, since the cuts
-// follow from the log, unless no head got to refer to it before a power cut took what it is of away from
-// the log. Such a page is written over, while the head is the one that the flush follows on and does not
-// know the page's number yet, and while nobody else writes the page.
-func (s *Store) replaceOrphan(ctx context.Context, f *Flush, p KV, rev uint64) error {
-	e, err := s.kv.Get(ctx, p.Key)
-	if err != nil {
-		return err // also when it was deleted meanwhile: the flush is written once more
-	}
-	if bytes.Equal(e.Value(), p.Value) {
-		return nil
-	}
-	raw, at, err := s.get(ctx, f.Head.Key)
-	switch {
-	case errors.Is(err, errNoValue):
-	case err != nil:
-		return err
-	}
-	if at != rev {
-		return ErrMoved
-	}
-	if rev > 0 {
-		var head struct{ NextPage int64 }
-		_, number, _ := strings.Cut(p.Key, ".")
-		n, err := strconv.ParseInt(strings.TrimPrefix(number, "i"), 10, 64)
-		if err != nil || json.Unmarshal(raw, &head) != nil || n < head.NextPage {
-			return nil
-		}
-	}
-	_, err = s.kv.Update(ctx, p.Key, p.Value, e.Revision())
-	s.register.pages.Load().Delete(s.cached(p.Key))
-	if journal.WrongRevision(err) {
-		return ErrMoved
-	}
-	return err
 }
 
 // Delete removes keys that no head refers to any more. What is gone already is no error.

@@ -130,59 +130,6 @@ func TestOnlyTheNewestOwnerWrites(t *testing.T) {
 	}
 }
 
-// A page that no head got to refer to before a power cut took its log away has the number of another
-// page now.
-func TestOrphanedPageOfALostLogIsWrittenOver(t *testing.T) {
-	t.Parallel()
-	store, _, _ := open(t)
-	ctx := journaltest.Context(t)
-	b, _ := small(t)
-	all := len(b.commits)
-	early := flushed(t, b.commits[:all-2]) // has no page yet
-	f := flushed(t, b.commits)
-	if len(early.Pages) > 0 || len(f.Pages) == 0 {
-		t.Fatalf("%d and %d pages", len(early.Pages), len(f.Pages))
-	}
-	key := f.Pages[0].Key
-	lose := func() {
-		t.Helper()
-		if _, err := store.KV().Put(ctx, key, []byte(`{"v":1,"nodes":[]}`)); err != nil {
-			t.Fatal(err)
-		}
-	}
-	expect := func(want string) {
-		t.Helper()
-		if e, err := store.KV().Get(ctx, key); err != nil || string(e.Value()) != want {
-			t.Errorf("the page is %.100s, %v; want %.100s", e.Value(), err, want)
-		}
-	}
-	lose()
-	rev, err := store.Write(ctx, early, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := store.Write(ctx, f, rev+1); !errors.Is(err, snapshot.ErrMoved) {
-		t.Errorf("a writer that does not know the head: %v", err)
-	}
-	expect(`{"v":1,"nodes":[]}`)
-	if rev, err = store.Write(ctx, f, rev); err != nil {
-		t.Fatal(err)
-	}
-	expect(string(f.Pages[0].Value))
-	if _, _, err := store.Full(ctx, sessionID); err != nil {
-		t.Error(err)
-	}
-	// The same without a head.
-	if err := store.Remove(ctx, sessionID, rev); err != nil {
-		t.Fatal(err)
-	}
-	lose()
-	if _, err := store.Write(ctx, f, 0); err != nil {
-		t.Fatal(err)
-	}
-	expect(string(f.Pages[0].Value))
-}
-
 // A head is lost when the bucket ends before it or has something else in its place, and not when a newer
 // one followed on it.
 func TestAHeadThatTheBucketLost(t *testing.T) {
