@@ -45,6 +45,9 @@ type store struct {
 // open connects to NATS, or starts the embedded server on listen and connects to that. What
 // was opened is added to the group, to be stopped with it.
 func (f storeFlags) open(ctx context.Context, name, listen string, g *platform.Group) (*store, error) {
+	if err := f.checkData(); err != nil {
+		return nil, err
+	}
 	return f.openPatiently(ctx, name, listen, g, platform.Patience{})
 }
 
@@ -82,9 +85,6 @@ func (f storeFlags) exists() error {
 // openPatiently is open for a program that serves.
 func (f storeFlags) openPatiently(ctx context.Context, name, listen string, g *platform.Group, p platform.Patience) (*store, error) {
 	if _, err := f.Vocabulary(); err != nil { // before anything starts
-		return nil, err
-	}
-	if err := f.checkData(); err != nil {
 		return nil, err
 	}
 	s := new(store)

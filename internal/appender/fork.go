@@ -140,22 +140,22 @@ func (a *Appender) forkedAt(ctx context.Context, parent, child string) (events.S
 	case at != events.NoSeq:
 		return at, nil
 	}
-	var ends []events.Seq
+	last := events.NoSeq
 	before := map[events.Seq]events.Digest{} // by the seq of an end-seed, the digest of all before it
 	digest := events.SeedDigest(child)
 	err = a.lines(ctx, child, h.Format, 0, events.MaxSeq, func(e *events.Event) error {
 		if e.Type == "session/end-seed" && e.Fields().Inherited {
-			ends, before[e.Seq] = append(ends, e.Seq), digest
+			last, before[e.Seq] = e.Seq, digest
 		}
 		digest = digest.Next(e.Line)
 		return nil
 	})
-	if err != nil || ends == nil {
+	if err != nil || last == events.NoSeq {
 		return events.NoSeq, err
 	}
 	found := events.NoSeq
 	digest = events.SeedDigest(child)
-	err = a.lines(ctx, parent, h.Format, 0, ends[len(ends)-1]-1, func(e *events.Event) error {
+	err = a.lines(ctx, parent, h.Format, 0, last-1, func(e *events.Event) error {
 		digest = digest.Next(e.Line)
 		if before[e.Seq+1] == digest {
 			found = e.Seq
